@@ -19,17 +19,17 @@ LARGE_BYTES: Final = 4 << 20  # size from which states and updates are processed
 
 T = TypeVar("T")
 Callback = Callable[[Callable[[], T], float], None]
-"""`callback(result, now_s)`: `result()` returns what the piece has returned, or raises what it has raised."""
+"""`callback(result, now_s)`: `result()` returns the result of the work item, or raises its error."""
 
 
 class BackgroundWorker:
     """Worker that runs each work item inside `submit`.
 
     Args:
-        large_bytes: The size from which on a state or an update is left to the worker, by default infinite.
+        large_bytes: The size from which the loop passes states and updates to the worker.
     """
 
-    # times an exact sum's own bytes: so many of updates are folded when it is stored, and then dropped
+    # an exact aggregate is stored when newly folded updates have this multiple of its bytes (`Aggregator.fold_next`)
     min_unsaved_ratio = 2.0
 
     def __init__(self, large_bytes: float = math.inf) -> None:
@@ -54,7 +54,7 @@ class BackgroundWorker:
     def run_callbacks(self, now_s: float) -> int:
         """Call the callbacks of work items that have ended, and return their number."""
         count = len(self._finished)
-        for _ in range(count):
+        for _ in range(count):  # a callback may submit further items
             callback, result = self._finished.popleft()
             callback(result, now_s)
         return count
@@ -64,7 +64,7 @@ class BackgroundWorker:
 
 
 class ThreadWorker(BackgroundWorker):
-    """Worker in a thread, which starts with the first work item."""
+    """Worker in a thread, which starts with the first work item. `fds` becomes readable when an item has ended."""
 
     def __init__(self, large_bytes: float = LARGE_BYTES) -> None:
         super().__init__(large_bytes)

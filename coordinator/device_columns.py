@@ -1,6 +1,6 @@
 """Values by device, and sets of rounds, in little memory.
 
-Each device has a row, in the order in which this process has met the devices. A column is an array in this order, so
+Each device has a row, in the order in which this process first used the devices. A column is an array in this order, so
 immutable columns are copied as one block, and copies, comparisons and draws are vectorised. Only comparisons and sets
 import numpy, because commands that read a log import this module.
 """
@@ -68,7 +68,7 @@ class RoundBitmap(Sequence[int]):
         return hash(self._bits)
 
     def __repr__(self) -> str:
-        return f"Contributed({list(self)})"
+        return f"RoundBitmap({list(self)})"
 
 
 NEVER = RoundBitmap()
@@ -88,7 +88,7 @@ _name_hashes: Final = array("Q")  # hashes of the first `_device_names`, compute
 _LOCK: Final = threading.Lock()
 
 
-def _number_of(name: str, numbers: dict[str, int], names: list[str]) -> int:
+def _assign_number(name: str, numbers: dict[str, int], names: list[str]) -> int:
     if (number := numbers.get(name)) is None:
         with _LOCK:
             number = numbers.setdefault(name, len(names))
@@ -98,7 +98,8 @@ def _number_of(name: str, numbers: dict[str, int], names: list[str]) -> int:
 
 
 def find_rows(devices: Iterable[str]) -> list[int]:
-    return [_number_of(device, _row_by_device, _device_names) for device in devices]
+    """Return the row of each device. Unknown devices get new rows."""
+    return [_assign_number(device, _row_by_device, _device_names) for device in devices]
 
 
 def device_names(rows: Iterable[int]) -> list[str]:
@@ -106,6 +107,7 @@ def device_names(rows: Iterable[int]) -> list[str]:
 
 
 def name_hashes(rows: np.ndarray) -> np.ndarray:
+    """Return the `hash_name` of the devices in these rows, as uint64 (n,)."""
     import numpy as np
 
     with _LOCK:
@@ -204,15 +206,13 @@ class LabelColumn(DeviceColumn[str]):
         return self._sets[label]
 
     def _encode(self, value: str) -> int:
-        return _number_of(value, _label_numbers, _label_names)
+        return _assign_number(value, _label_numbers, _label_names)
 
     def _decode(self, value: int) -> str:
         return _label_names[value]
 
 
 class DeviceSet(Set[str]):
-    """Immutable set of devices, with vectorised differences and unions."""
-
     def __init__(self, mask: np.ndarray) -> None:
         import numpy as np
 
@@ -225,12 +225,12 @@ class DeviceSet(Set[str]):
         return devices if isinstance(devices, DeviceSet) else cls(np.zeros(0, bool)) | devices
 
     def __or__(self, other: Iterable[str]) -> DeviceSet:  # type: ignore[override]
-        return self._with(other, True)
+        return self._change_membership(other, True)
 
     def __sub__(self, other: Iterable[str]) -> DeviceSet:
-        return self._with(other, False)
+        return self._change_membership(other, False)
 
-    def _with(self, other: Iterable[str], included: bool) -> DeviceSet:
+    def _change_membership(self, other: Iterable[str], included: bool) -> DeviceSet:
         import numpy as np
 
         rows = [row for row in find_rows(other) if (row < len(self.mask) and self.mask[row]) != included]
@@ -274,7 +274,7 @@ class DeviceWeights(Struct):
         insort(self.ascending, number)
 
     def largest_allowed(self, device: str, limit: int | None) -> float:
-        """Return the largest number that a device may report: `limit`, or a multiple of the others' median."""
+        """Return the limit of a device's number: `limit`, a multiple of the others' median, or MAX_EXAMPLES."""
         if limit is not None:
             return limit
         own_number = self.by_device.get(device)

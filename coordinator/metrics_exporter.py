@@ -19,36 +19,39 @@ from fedquilt.metrics_endpoint import MetricFamily
 
 MAX_DEVICES: Final = 2_000
 MAX_JOBS: Final = 50
-OTHER_JOBS: Final = "others"  # jobs beyond MAX_JOBS; no job has this name in a label before there are so many
+OTHER_JOBS: Final = "others"  # label of jobs beyond MAX_JOBS
 
 DeviceReading = tuple[DeviceStatus, TelemetrySample | None]
 
 _COUNTERS: Final = {
     "rounds": "Rounds that were committed.",
-    "updates": "Updates of boards that were counted.",
-    "attempts": "Further attempts at rounds that had no quorum.",
-    "rejected": "Updates of boards that were refused.",
-    "down_bytes": "Bytes of blobs that boards fetched for tasks whose updates were counted.",
-    "up_bytes": "Bytes of blobs that boards sent with updates that were counted.",
-    "joules": "Joules that boards with a meter used for tasks whose updates were counted, gross.",
+    "updates": "Updates of devices that were accepted.",
+    "attempts": "Repeated attempts at rounds without a quorum.",
+    "rejected": "Updates of devices that were rejected.",
+    "down_bytes": "Bytes of blobs that devices fetched for tasks with accepted updates.",
+    "up_bytes": "Bytes of blobs that devices sent with accepted updates.",
+    "joules": "Gross joules of metered tasks with accepted updates.",
 }
 _GAUGES: Final[dict[str, tuple[str, Callable[[DeviceStatus, TelemetrySample], float | None]]]] = {
     "online": ("Whether the board is online.", lambda b, r: float(b.online)),
-    "silent": ("Whether its broker reports the board online, and it does not answer.", lambda b, r: float(b.silent)),
-    "heard_timestamp_seconds": ("When its last message came.", lambda b, r: b.seen),
+    "silent": (
+        "Whether the board does not answer although the broker reports it online.",
+        lambda b, r: float(b.silent),
+    ),
+    "heard_timestamp_seconds": ("Time of its last message.", lambda b, r: b.seen),
     "working": ("Whether the board has a task.", lambda b, r: float(b.online and b.doing is not None)),
-    "progress_ratio": ("Share of its task that is done.", lambda b, r: b.doing.fraction if b.doing else None),
-    "power_watts": ("Power of the widest meter, mean of half a minute.", lambda b, r: r.power_w),
+    "progress_ratio": ("Progress of its task.", lambda b, r: b.doing.fraction if b.doing else None),
+    "power_watts": ("Power of the meter that covers most, mean of 30 s.", lambda b, r: r.power_w),
     "temperature_celsius": ("Temperature of the hottest zone.", lambda b, r: r.temperature_c),
-    "available_bytes": ("Memory that is available.", lambda b, r: r.available_bytes),
+    "available_bytes": ("Available memory.", lambda b, r: r.available_bytes),
     "task_bytes": ("Resident memory of the task's process.", lambda b, r: r.task_bytes),
-    "budget_bytes": ("Memory that a task may take.", lambda b, r: b.budget_bytes or None),
+    "budget_bytes": ("Memory budget of a task.", lambda b, r: b.budget_bytes or None),
     "battery_ratio": ("Charge of the battery.", lambda b, r: r.battery),
-    "drift_ratio": ("Drift of its model runner's inputs: 0 as at first, 1 unlike it.", lambda b, r: r.drift),
-    "accuracy_ratio": ("Share of its runner's answers that were right, where labels arrive.", lambda b, r: r.accuracy),
-    "served": ("Answers of its model runner since that started.", lambda b, r: r.served),
-    "clock_skew_seconds": ("The board's clock, less the coordinator's.", lambda b, r: b.skew_s),
-    "refused_timestamp_seconds": ("When it declined a task last.", lambda b, r: b.refusal.at if b.refusal else None),
+    "drift_ratio": ("Drift of its model runner's inputs, from 0 (none) to 1.", lambda b, r: r.drift),
+    "accuracy_ratio": ("Accuracy of its model runner on labelled inputs.", lambda b, r: r.accuracy),
+    "served": ("Answers of its model runner since its start.", lambda b, r: r.served),
+    "clock_skew_seconds": ("The board's clock minus the coordinator's clock.", lambda b, r: b.skew_s),
+    "refused_timestamp_seconds": ("Time of its last declined task.", lambda b, r: b.refusal.at if b.refusal else None),
 }
 
 
@@ -69,10 +72,8 @@ class CoordinatorMetrics:
         count = self._counts
         match event:
             case events.CohortSelected():
-                self._running_rounds = {
-                    **self._running_rounds,
-                    job.id: (name, event.round, job.job.rounds, self._clock()),
-                }
+                running_round = name, event.round, job.job.rounds, self._clock()
+                self._running_rounds = {**self._running_rounds, job.id: running_round}
             case events.UpdateAccepted():
                 usage = event.update.usage
                 count["updates"][name] += 1
@@ -92,29 +93,29 @@ class CoordinatorMetrics:
                 self._running_rounds = {run: values for run, values in self._running_rounds.items() if run != job.id}
 
     def metric_families(self) -> Iterator[MetricFamily]:
+        """Yield the families of the coordinator, then those of its devices. Devices without a value have no sample."""
         now = self._clock()
         yield MetricFamily(
             "fedquilt_build", "gauge", "Version of the coordinator.", ("version",), [((__version__,), 1.0)]
         )
-        for name, job_labels in _COUNTERS.items():
+        for name, description in _COUNTERS.items():
             samples = [((job,), float(value)) for job, value in self._counts[name].copy().items()]
-            yield MetricFamily(f"fedquilt_{name}", "counter", job_labels, ("job",), samples)
+            yield MetricFamily(f"fedquilt_{name}", "counter", description, ("job",), samples)
         declined = [(key, float(value)) for key, value in self._declined.copy().items()]
-        job_labels = "Tasks that boards declined, by the code of the reason."
-        yield MetricFamily("fedquilt_declined", "counter", job_labels, ("job", "code"), declined)
+        description = "Declined tasks, by the code of the reason."
+        yield MetricFamily("fedquilt_declined", "counter", description, ("job", "code"), declined)
         ended = [((status,), float(self._ended_jobs[status])) for status in events.ENDED_PHASES]
-        yield MetricFamily("fedquilt_jobs_ended", "counter", "Jobs that ended, by how.", ("status",), ended)
+        yield MetricFamily("fedquilt_jobs_ended", "counter", "Ended jobs, by status.", ("status",), ended)
         # one sample for each label, of the run with the latest selection
-        running = {
-            label: values for label, *values in sorted(self._running_rounds.values(), key=lambda values: values[3])
-        }
-        for name, job_labels, index in (
+        by_time = sorted(self._running_rounds.values(), key=lambda values: values[3])
+        running = {label: values for label, *values in by_time}
+        for name, description, index in (
             ("round", "Number of the running round, from 0.", 0),
-            ("round_most", "Rounds that the job may take.", 1),
-            ("round_asked_timestamp_seconds", "When boards were last asked in the running round.", 2),
+            ("round_most", "Largest number of rounds of the job.", 1),
+            ("round_asked_timestamp_seconds", "Time of the latest selection in the running round.", 2),
         ):
             samples = [((job,), float(values[index])) for job, values in running.items()]
-            yield MetricFamily(f"fedquilt_{name}", "gauge", job_labels, ("job",), samples)
+            yield MetricFamily(f"fedquilt_{name}", "gauge", description, ("job",), samples)
         yield from _device_families(self._boards(), now)
 
     def _job_label(self, job: str) -> str:
@@ -133,14 +134,13 @@ def _device_families(devices: Sequence[DeviceReading], now: float) -> Iterator[M
     silent = sum(board.silent for board, _ in devices)
     offline = len(devices) - online - silent
     counts = {"online": online, "working": working, "waiting": waiting, "offline": offline, "silent": silent}
-    about = "Boards by state; those that have a task are online too, and those that wait to send its update have one."
+    about = "Boards by state. Working boards are also online, and waiting ones (for their transfer) also working."
     yield MetricFamily("fedquilt_boards", "gauge", about, ("state",), [((key,), float(n)) for key, n in counts.items()])
     exported_devices = sorted(devices, key=lambda entry: entry[0].device)[:MAX_DEVICES]
-    about = "Boards without samples of their own, as there are too many."
-    yield MetricFamily(
-        "fedquilt_boards_left_out", "gauge", about, (), [((), float(len(devices) - len(exported_devices)))]
-    )
-    about = "What a board is."
+    about = "Boards beyond the limit, without samples of their own."
+    left_out = float(len(devices) - len(exported_devices))
+    yield MetricFamily("fedquilt_boards_left_out", "gauge", about, (), [((), left_out)])
+    about = "Hardware, agent version and power mode of a board."
     labels = [((b.device, b.board[:100], b.version[:100], (b.mode or "")[:100]), 1.0) for b, _ in exported_devices]
     yield MetricFamily("fedquilt_board_info", "gauge", about, ("device", "board", "version", "mode"), labels)
     for name, (about, read_value) in _GAUGES.items():

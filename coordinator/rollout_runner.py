@@ -1,7 +1,7 @@
 """Execution of a home's rollouts: device reports become events, and events become releases.
 
 All decisions are made by `rounds.rollout`. Events are written before any message that depends on them is sent, so that
-a killed coordinator continues where it was.
+a restarted coordinator continues at the same event.
 """
 
 from __future__ import annotations
@@ -40,11 +40,6 @@ ObserveRollout = Callable[[Rollout, AnyRolloutEvent], None]
 
 
 class RolloutRunner:
-    """All rollouts of a store.
-
-    Every method with an argument `now_s` raises StoreError if the store cannot be written.
-    """
-
     def __init__(
         self,
         executor: Executor,
@@ -87,6 +82,7 @@ class RolloutRunner:
                 self._send_release(kind, device, now_s)
 
     def step(self, now_s: float) -> float:
+        """Read rollouts, record reports and due events, and resend releases. Return the time of the next call."""
         self._session_started_s = min(self._session_started_s, now_s)
         polled = now_s >= self._last_poll_s + self._poll_interval_s
         if polled:
@@ -142,7 +138,7 @@ class RolloutRunner:
             self._event_counts[id, device] += 1
             if (count := self._event_counts[id, device]) > MAX_EVENTS_PER_DEVICE:
                 if count == MAX_EVENTS_PER_DEVICE + 1:
-                    log.warning("%s says ever more of %s: it is not noted any more", device, id)
+                    log.warning("%s sends too many reports on %s: further ones are ignored", device, id)
                 continue
             latest_states[id, device] = rollout.apply_rollout_event(state, event)
             new_events.append((id, event))
@@ -155,23 +151,16 @@ class RolloutRunner:
         has_new_devices, self._has_new_devices = self._has_new_devices, False
         for id in list(self._states):
             while (state := self._states[id]).is_under_way or (has_new_devices and state.status == "done"):
-                incompatible_devices = (
-                    rollout.incompatible_devices(state.plan, self._known_profiles())
-                    if state.status == "queued"
-                    else None
-                )
-                event = rollout.decide_rollout_event(
-                    state,
-                    self.devices_of_rollout(state),
-                    now_s,
-                    self._store.rollouts.next_serial(),
-                    incompatible_devices,
-                )
+                is_queued, fleet = state.status == "queued", self.devices_of_rollout(state)
+                incompatible = rollout.incompatible_devices(state.plan, self._known_profiles()) if is_queued else None
+                serial = self._store.rollouts.next_serial()
+                event = rollout.decide_rollout_event(state, fleet, now_s, serial, incompatible)
                 if event is None:
                     break
                 self._record_events([(id, event)], now_s)
 
     def devices_of_rollout(self, state: Rollout) -> dict[str, RolloutDevice]:
+        """Return the connection, labels and compatibility of the devices that belong to a rollout."""
         devices = {}
         for device in {*self._registry.devices, *state.offered}:
             record = self._registry.devices.get(device)
@@ -181,9 +170,8 @@ class RolloutRunner:
             last_contact_s = max(session_started_s, self._last_contact_s.get(device, -math.inf), offline_since_s)
             profile = record.profile if record is not None else None
             is_compatible = profile is None or not rollout.incompatibility_reason(state.plan, profile)
-            devices[device] = RolloutDevice(
-                online, last_contact_s, None if profile is None else profile.labels, is_compatible
-            )
+            labels = None if profile is None else profile.labels
+            devices[device] = RolloutDevice(online, last_contact_s, labels, is_compatible)
         return rollout.select_rollout_devices(state, list(self._states.values()), devices)
 
     def _known_profiles(self) -> dict[str, Profile]:
@@ -231,7 +219,9 @@ class RolloutRunner:
             raise
         except FedquiltError as error:
             if not state.is_reverted:
-                log.error("%s cannot be sent to %s: %s", state.id, device, error, extra=log_ids(device=device))
+                log.error(
+                    "release of %s could not be sent to %s: %s", state.id, device, error, extra=log_ids(device=device)
+                )
             if state.status == "running":
                 reverted = RolloutReverted(self._store.rollouts.next_serial(), shorten_error(str(error)))
                 self._record_events([(state.id, reverted)], now_s)

@@ -33,6 +33,8 @@ MAX_NAMED_DEVICES: Final = 5  # devices named in a reason
 
 
 class RunnerReport(NamedTuple):
+    """Drift (0 to 1) and accuracy that a model runner last reported, or None if unknown."""
+
     device: str
     drift: float | None
     accuracy: float | None
@@ -50,6 +52,7 @@ def online_reports(fleet: Mapping[str, DeviceSnapshot]) -> Iterator[tuple[Runner
 def select_reports(
     job: JobSettings, labelled_reports: Iterable[tuple[RunnerReport, Collection[str]]]
 ) -> list[RunnerReport]:
+    """Return the reports with drift or accuracy of devices that match the job's [cohort] select."""
     selected = [
         report for report, device_labels in labelled_reports if labels.is_selected(job.cohort.select, device_labels)
     ]
@@ -71,7 +74,7 @@ def reports_beyond_limit(trigger: DriftTrigger, reports: Iterable[RunnerReport])
 def trigger_reason(
     job: JobSettings, reports: Sequence[RunnerReport], now: float, last_start: float | None = None
 ) -> str:
-    """Return why a job starts now, or "" if its trigger does not fire."""
+    """Return why a job's trigger fires now, or "" if it does not fire, or if the pause after `last_start` lasts."""
     trigger = job.trigger
     if trigger is None or (last_start is not None and abs(now - last_start) < trigger.pause_s):
         return ""
@@ -81,8 +84,8 @@ def trigger_reason(
     examples = ", ".join(_format_report(device) for device in exceeding[:MAX_NAMED_DEVICES])
     more = f" and {len(exceeding) - MAX_NAMED_DEVICES} more" if len(exceeding) > MAX_NAMED_DEVICES else ""
     return (
-        f"[trigger]: {len(exceeding)} of {len(reports)} boards that tell are beyond "
-        f"{_format_limits(trigger)}: {examples}{more}"
+        f"[trigger]: {len(exceeding)} of {len(reports)} reporting devices have {_format_limits(trigger)}: "
+        f"{examples}{more}"
     )
 
 
@@ -93,17 +96,15 @@ def minimum_devices_to_fire(trigger: DriftTrigger, count: int) -> int:
 def describe_trigger_wait(
     job: JobSettings, reports: Sequence[RunnerReport], now: float, last_start: float | None
 ) -> str:
-    """Return the end of the pause or the limits for which a job waits, to follow "waits for"."""
+    """Return the limits, or the pause, for which an armed run waits, as text to follow "waits for"."""
     trigger = job.trigger
     assert trigger is not None
     if last_start is not None and abs(now - last_start) < trigger.pause_s:
         return f"the end of its pause, in {units.format_duration(trigger.pause_s - abs(now - last_start))}"
     min_devices = minimum_devices_to_fire(trigger, len(reports))
     exceeding_count = len(reports_beyond_limit(trigger, reports))
-    return (
-        f"{_format_limits(trigger)}: {exceeding_count} of {len(reports)} boards that tell are beyond, at "
-        f"least {min_devices} needed"
-    )
+    counts = f"{exceeding_count} of {len(reports)} reporting devices, at least {min_devices} needed"
+    return f"{_format_limits(trigger)}: {counts}"
 
 
 def last_start_time(store: Store, run: str) -> float | None:
@@ -114,26 +115,27 @@ def last_start_time(store: Store, run: str) -> float | None:
 def start_triggered_runs(
     store: Store, rows: Sequence[StoredJob], fleet: Mapping[str, DeviceSnapshot], now: float
 ) -> list[StoredJob]:
-    """Start a run for every trigger that fires. Return the new runs that need no approval."""
+    """Start a run for every trigger that fires. Return all new runs, with or without approval.
+
+    An armed run starts no second run before the first has ended.
+    """
     started = []
     for row in rows:
         if row.status != ARMED or row.job.trigger is None:
             continue
         untriggered = replace(row.job, trigger=None)
-        if any(
-            (other_row.job, other_row.bundle) == (untriggered, row.bundle) and other_row.status in UNENDED
-            for other_row in rows
-        ):
+        is_same_job = [(other.job, other.bundle) == (untriggered, row.bundle) for other in rows]
+        if any(is_same and other.status in UNENDED for is_same, other in zip(is_same_job, rows, strict=True)):
             continue
         try:
-            reason = trigger_reason(
-                row.job, select_reports(row.job, online_reports(fleet)), now, last_start_time(store, row.id)
-            )
-        except JobError:  # a damaged log, so the time of the latest start is unknown
+            last_start = last_start_time(store, row.id)
+        except JobError as error:
+            log.warning("%s: the trigger is ignored because its last start is unknown: %s", row.id, error)
             continue
+        reason = trigger_reason(row.job, select_reports(row.job, online_reports(fleet)), now, last_start)
         if reason:
             id = store.add_job(untriggered, row.bundle, cause=StartCause(row, reason, row.job.trigger.approve))
-            log.warning("%s is started by %s", id, reason, extra=log_ids(run=id))
+            log.warning("%s starts, by %s", id, reason, extra=log_ids(run=id))
             started.append(store.find_job(id))
     return started
 
@@ -146,31 +148,34 @@ def _format_report(report: RunnerReport) -> str:
 
 def _format_limits(trigger: DriftTrigger) -> str:
     min_accuracy = trigger.accuracy_below
-    return f"drift {trigger.drift_above:g}" + (f" or accuracy {min_accuracy:g}" if min_accuracy is not None else "")
+    accuracy_text = "" if min_accuracy is None else f" or accuracy below {min_accuracy:g}"
+    return f"drift above {trigger.drift_above:g}{accuracy_text}"
 
 
 def stop_run(store: Store, run: str) -> str:
-    """Stop a run, at once or through its coordinator. Return a message for the user."""
+    """Stop a run, at once or through its coordinator. Return a message for the user. Raise JobError if it has ended."""
     row = store.find_job(run)
     if row.status not in UNENDED:
-        raise JobError(f"{row.id} is {row.status} already")
+        raise JobError(f"{row.id} is already {row.status}")
     if store.is_served():
         store.set_status(row.id, "stopping")
-        return f"{row.id} stops at the coordinator's next look at its store (within a second or so)"
+        return f"{row.id} stops within about a second, when the coordinator reads its store"
     return (
-        f"{row.id} is {store.end_inactive_job(row.id, JobEnded('stopped', 'by request'))}; no coordinator was "
-        "running it"
+        f"{row.id} is {store.end_inactive_job(row.id, JobEnded('stopped', 'by request'))}; no coordinator was running"
     )
 
 
 def resume_run(store: Store, run: str) -> StoredJob:
-    """Mark a run for its coordinator to resume, or as armed if the run has a trigger. Return its row from before."""
+    """Mark a run for its coordinator to resume, or as armed if the run has a trigger. Return its row from before.
+
+    Raise JobError for a completed run and for the run of a simulation.
+    """
     row = store.find_job(run)
     if row.status == "done":
         export = f"fedquilt model export {row.id} --home {store.home} --out FILE"
-        raise JobError(f"{row.id} is done; `{export}` writes its result")
+        raise JobError(f"{row.id} is done, and cannot be resumed: `{export}` writes its result")
     if row.origin != "run":
-        raise JobError(f"{row.id} is a simulation's: {store.describe_resume(row)}")
+        raise JobError(f"{row.id} is the run of a simulation: {store.describe_resume(row)}")
     store.set_status(row.id, ARMED if row.job.trigger is not None else "running")
     return row
 
@@ -179,35 +184,35 @@ def approve_run(store: Store, run: str) -> str:
     """Queue a run that a [trigger] started and that waits for approval. Return a message."""
     row = store.find_job(run)
     if row.status != UNAPPROVED:
-        raise JobError(f"{row.id} is {row.status}: only a run that is {UNAPPROVED} can be approved")
+        raise JobError(f"{row.id} is {row.status}: only runs with status {UNAPPROVED} can be approved")
     store.append_event(row.id, NoteRecorded(f"approved by {current_user()}"))
     store.set_status(row.id, "queued")
-    return f"{row.id} begins at the coordinator's next look at its store"
+    return f"{row.id} starts when the coordinator next reads its store"
 
 
 def remove_devices(store: Store, devices: Sequence[str], *, force: bool = False) -> str:
-    """Queue devices for removal by the coordinator. Return a message for the user."""
+    """Queue devices for removal by the coordinator. Return a message. Raise JobError for unknown or working devices."""
     with TelemetryStore(store.home, writes=True) as telemetry_store:
         statuses = {status.device: status for status in telemetry_store.load_statuses()}
         for device in devices:
             if device not in statuses:
                 raise JobError(
-                    f"no coordinator of {store.home} knows a device {device!r}: `fedquilt devices` lists them"
+                    f"device {device!r} is unknown in {store.home}: `fedquilt devices` lists the known devices"
                 )
             if (task := statuses[device].doing) is not None and not force and store.is_served():
                 raise JobError(
-                    f"{device} has a task of {task.job}, round {task.round + 1}: wait until it has answered, or take "
-                    "the task back with --force"
+                    f"{device} is working on {task.job}, round {task.round + 1}: wait until the task has ended, or "
+                    "cancel the task with --force"
                 )
         telemetry_store.request_removal(devices)
     return (
-        f"{', '.join(devices)}: removed {_describe_when(store)}. An agent that still runs brings its device "
-        "back with its next "
-        "message. A certificate is not revoked by this: `fedquilt identity revoke NAME`"
+        f"{', '.join(devices)}: removed {_describe_when(store)}. A device whose agent still runs returns with its "
+        "next message. Certificates stay valid: to revoke one, `fedquilt identity revoke NAME`"
     )
 
 
 def queue_rollout(store: Store, plan: RolloutPlan, payload: bytes | None) -> str:
+    """Store a rollout with the `payload` of its release, if any, for the coordinator to start. Return its id."""
     plan.require_valid()
     if payload is None:
         return store.rollouts.add_rollout(plan)
@@ -218,25 +223,30 @@ def queue_rollout(store: Store, plan: RolloutPlan, payload: bytes | None) -> str
 
 
 def revert_rollout(store: Store, rollout: str = "") -> str:
-    """Request that devices return from a rollout, under way or completed. Return a message for the user."""
+    """Request that the devices of a rollout return to their previous release. Return a message for the user.
+
+    Raise JobError if the rollout has been reverted, or if a later rollout has replaced its release on some device.
+    """
     stored = store.rollouts.find_rollout(rollout)
     state = stored.state
     if state.is_reverted:
-        raise JobError(f"{state.id} is {state.status}: boards have returned from it, or return when they come")
+        raise JobError(
+            f"{state.id} is already {state.status}: its devices have returned to their previous release, or will"
+        )
     rollouts = [stored_rollout.state for stored_rollout in store.rollouts.readable_rollouts()]
     for later in itertools.dropwhile(lambda stored_rollout: stored_rollout.id != state.id, rollouts):
         if later.id == state.id or later.plan.kind != state.plan.kind or later.offered.keys().isdisjoint(state.offered):
             continue
         raise JobError(
-            f"boards {'were offered' if later.is_reverted else 'have'} {later.id} of {later.plan.name} since, "
-            f"and keep one former state alone: roll out again what they ran before {state.id}"
+            f"{state.id} cannot be reverted: devices {'were offered' if later.is_reverted else 'have'} the later "
+            f"{later.id} of {later.plan.name}, and store one earlier release only. Roll out the earlier release again"
         )
     store.rollouts.request_revert(state.id)
-    effect = "is ended" if state.is_under_way else "is taken back"
-    return f"{state.id} of {state.plan.name} {effect} {_describe_when(store)}: boards return to what they ran before"
+    effect = "is aborted" if state.is_under_way else "is rolled back"
+    return f"{state.id} of {state.plan.name} {effect} {_describe_when(store)}: devices return to their previous release"
 
 
 def _describe_when(store: Store) -> str:
     if store.is_served():
-        return "at the coordinator's next look at its store (within a second or so)"
-    return f"as soon as a coordinator serves {store.home}"
+        return "within about a second, when the coordinator reads its store"
+    return f"as soon as a coordinator runs for {store.home}"

@@ -77,17 +77,21 @@ class JobLoader:
         self._wall_clock_offset_s: float | None = None  # wall clock minus the coordinator's clock
 
     def find_suspended_jobs(self, now_s: float) -> set[str]:
+        """Return the ids of suspended jobs whose retry is not due yet."""
         suspensions = self._context.store.suspensions.current_suspensions()
         return {job for job, suspension in suspensions.items() if self._to_wall_clock(now_s) < suspension.retry_time}
 
     def _to_wall_clock(self, now_s: float) -> float:
-        # Steps of the wall clock change no retry.
+        # the offset is read once, so that a correction of the wall clock changes no retry time
         if self._wall_clock_offset_s is None:
             self._wall_clock_offset_s = self._context.store.blob_store.disk.wall_clock_s() - now_s
         return now_s + self._wall_clock_offset_s
 
     def open_jobs(self, rows: Sequence[StoredJob], now_s: float) -> None:
-        """Rebuild jobs from event logs, lease their devices and load their states. Suspend or end broken jobs."""
+        """Rebuild jobs from their event logs, lease their devices and load their states.
+
+        A job whose data cannot be read is suspended, and a job that cannot run ends as failed.
+        """
         small_rows = []
         for row in rows:
             try:
@@ -99,10 +103,10 @@ class JobLoader:
             for device in sorted(job.job_state.pending_devices):
                 self._context.leases.acquire_device(device, row.id, now_s)
             if job.is_large_to_load:
-                self._context.start_work(job.build_state_loader(), partial(self._serve_loaded_job, row))
+                self._context.start_work(job.build_state_loader(), partial(self._activate_loaded_job, row))
             else:
                 small_rows.append(row)
-        self._serve_loaded_jobs(
+        self._activate_loaded_jobs(
             [(row, run_and_capture(self.jobs[row.id].build_state_loader())) for row in small_rows], now_s
         )
 
@@ -116,15 +120,15 @@ class JobLoader:
             row, self._context.store, now_s, method, self._context.worker.large_bytes, by_wall=uses_wall_clock
         )
 
-    def _serve_loaded_job(self, row: StoredJob, result: Result, now_s: float) -> None:
-        self._serve_loaded_jobs([(row, result)], now_s)
+    def _activate_loaded_job(self, row: StoredJob, result: Result, now_s: float) -> None:
+        self._activate_loaded_jobs([(row, result)], now_s)
 
-    def _serve_loaded_jobs(self, results: Sequence[tuple[StoredJob, Result]], now_s: float) -> None:
+    def _activate_loaded_jobs(self, results: Sequence[tuple[StoredJob, Result]], now_s: float) -> None:
         ready, released_devices = [], set[str]()
         for row, result in results:
-            job, loans = self.jobs.pop(row.id), self._context.leases
-            devices = set(loans.leased_devices(row.id))
-            loans.forget_job(row.id, now_s)
+            job, leases = self.jobs.pop(row.id), self._context.leases
+            devices = set(leases.leased_devices(row.id))
+            leases.forget_job(row.id, now_s)
             try:
                 job.use_loaded_state(result(), now_s)
                 ready.append((row, job))
@@ -138,14 +142,17 @@ class JobLoader:
             self._context.send_unsent_task(device, now_s)
 
     def _suspend_or_end_job(self, row: StoredJob, error: Exception, now_s: float) -> None:
-        """Handle a failed read: suspend the job, end the job as failed, or raise the StoreError again."""
+        """Suspend a job after a failed read, or end it as failed.
+
+        A StoreError, which concerns all jobs, is raised again.
+        """
         if (read_error := job_blobs.suspension_reason(error)) is not None:
             return self.suspend_job(row, read_error, now_s)
         if isinstance(error, StoreError):
             raise error
         end_event = events.failure_event(error)
         log.error("%s cannot run: %s", row.id, end_event.reason, exc_info=not isinstance(error, FedquiltError))
-        return self._end_and_observe(row, end_event)
+        self._end_and_observe(row, end_event)
 
     def _end_and_observe(self, job: StoredJob | RunningJob, event: events.JobEnded) -> None:
         ended_job = self.end_inactive_job(job, event)
@@ -153,7 +160,7 @@ class JobLoader:
             self._context.observe(ended_job, event)
 
     def end_inactive_job(self, job: StoredJob | RunningJob, event: events.JobEnded) -> EndedJob:
-        """Store and publish the end of an inactive job. The status of a job that is done does not change."""
+        """Store the end of an inactive job and schedule its publication. A job that is done stays done."""
         store = self._context.store
         store.suspensions.delete_suspension(job.id)
         status = store.end_inactive_job(job.id, event)
@@ -177,15 +184,17 @@ class JobLoader:
             suspensions.latest_suspension(job.id), error.subject, str(error), now, is_limited=not error.is_permanent
         )
         if suspension is not None:
-            log.error("%s; %s is taken up again in %.3g s", error, job.id, suspension.retry_time - now, extra=ids)
+            log.error(
+                "%s. Suspended: %s is tried again in %.3g s", error, job.id, suspension.retry_time - now, extra=ids
+            )
             return suspensions.record_suspension(job.id, suspension)
         suspensions.delete_suspension(job.id)
         if error.replaceable_blob:
-            log.error("%s; it is put aside, and made or asked for again", error, extra=ids)
+            log.error("%s. The blob is discarded, and rebuilt or requested again", error, extra=ids)
             self._context.store.blob_store.discard_damaged(error.replaceable_blob)
         else:
-            log.error("%s cannot go on: %s; %s", job.id, error, fix := error.format_fix(job.id), extra=ids)
-            self._end_and_observe(job, events.JobEnded("failed", f"{error}; {fix}"))
+            log.error("%s ends: %s. Fix: %s", job.id, error, fix := error.format_fix(job.id), extra=ids)
+            self._end_and_observe(job, events.JobEnded("failed", f"{error}. Fix: {fix}"))
 
 
 POLL_S = 0.5
@@ -274,14 +283,14 @@ class Server:
         return {device: job_id for job_id in other_jobs for device in self._context.leases.leased_devices(job_id)}
 
     def step(self, now_s: float) -> float:
-        """Handle all messages and do all work that is due. Return the time of the next call."""
+        """Handle all messages and do all work that is due. Return the time of the next call at the latest."""
         context = self._context
         self._schedule_jobs(now_s)
         deferred_actions = context.deferred_actions = []
         with self._store.batch_events():
             for input in self._executor.receive_inputs(now_s):
                 if input is None:
-                    self._resend_after_new_session(now_s)
+                    self._resend_all(now_s)
                 elif isinstance(input, tuple):
                     self._handle_message(*input, now_s)
                 else:
@@ -319,7 +328,7 @@ class Server:
         self._executor.set_backlog(updates, total_bytes, self._limits.waiting_mb * 1e6)
 
     def _publish_states(self, now_s: float) -> float:
-        """Publish changed jobs, unchanged rounds not too often. Return the time of the next publication."""
+        """Publish changed jobs, an unchanged round only at intervals. Return the time of the next publication."""
         unpublished, next_s = self._context.unpublished_jobs, math.inf
         for id, job in list(unpublished.items()):
             progress = job.job_state.phase, job.job_state.round, job.job_state.attempt
@@ -332,8 +341,8 @@ class Server:
             del unpublished[id]
         return next_s
 
-    def _resend_after_new_session(self, now_s: float) -> None:
-        # the broker may have lost retained messages
+    def _resend_all(self, now_s: float) -> None:
+        # the broker may have lost retained messages, so all tasks, states and unsettled releases are sent again
         for controller in self._jobs.values():
             controller.send_all_tasks(now_s)
             controller.schedule_publication()
@@ -349,19 +358,15 @@ class Server:
                 else:
                     self._answer_inactive_job(responses.ClaimReceived(device, message), now_s)
             case Update():
-                is_site_update = (
-                    message.layouts or message.site_devices
-                )  # fields that only sites send, and that are not stored
-                stored_update = (
-                    msgspec.structs.replace(message, layouts={}, site_devices=()) if is_site_update else message
-                )
+                stored_update = message
+                if message.layouts or message.site_devices:  # fields that only sites send, and that are not stored
+                    stored_update = msgspec.structs.replace(message, layouts={}, site_devices=())
                 if (controller := self._jobs.get(message.job)) is not None:
                     controller.handle_update_offer(device, message, stored_update, now_s)
                 else:
                     status, is_counted = self._store.stored_status(message.job), self._store.is_update_counted(message)
-                    self._answer_inactive_job(
-                        responses.UpdateAnnounced(device, stored_update, status, is_counted), now_s
-                    )
+                    announcement = responses.UpdateAnnounced(device, stored_update, status, is_counted)
+                    self._answer_inactive_job(announcement, now_s)
             case wire.Telemetry():
                 self.registry.update_telemetry(device, message, now_s)
             case wire.Presence():
@@ -398,7 +403,7 @@ class Server:
                 log.warning("%s %s", device, responses.FLOODED, extra=log_ids(device=device))
                 self.registry.block_device(device, now_s + BLOCK_S)
             case "removed":
-                log.info("%s is removed by request", device, extra=log_ids(device=device))
+                log.info("%s is removed from the fleet by request", device, extra=log_ids(device=device))
                 self.registry.forget_device(device, now_s)
         for controller in self._jobs.values():
             if device in controller.job.job_state.pending_devices:
@@ -406,7 +411,7 @@ class Server:
         return None
 
     def _answer_inactive_job(self, input: responses.ClaimReceived | responses.UpdateAnnounced, now_s: float) -> None:
-        """Acknowledge an update of an inactive job, or cancel its task on the device."""
+        """Acknowledge a device's update of an inactive job, or cancel the device's task."""
         for action in responses.decide_response("", None, None, input, now_s).actions:
             match action:
                 case responses.AckUpdate(device, update, accepted, reason):
@@ -417,6 +422,7 @@ class Server:
                     raise AssertionError(action)
 
     def _schedule_jobs(self, now_s: float) -> None:
+        """Apply requested stops, start triggered and selected jobs, and preempt idle ones, every poll interval."""
         if now_s < self._last_poll_s + self._poll_interval_s:
             return
         self._last_poll_s = now_s
@@ -435,12 +441,9 @@ class Server:
         if now_s >= self._next_retention_s:
             self._next_retention_s = now_s + RETENTION_INTERVAL_S
             self._remove_expired_runs()
-        if self._only is None and (
-            started := run_control.start_triggered_runs(
-                self._store, jobs, self.registry.device_views(now_s), time.time()
-            )
-        ):
-            jobs = [*jobs, *started]
+        if self._only is None:
+            fleet = self.registry.device_views(now_s)
+            jobs += run_control.start_triggered_runs(self._store, jobs, fleet, time.time())
         schedulable_rows = [row for row in jobs if fair_share.is_schedulable(row, self._only)]
         idle_times_of_active = {
             controller.id: controller.measure_idle_time(now_s) for controller in self._jobs.values()
@@ -459,33 +462,23 @@ class Server:
 
     def _remove_expired_runs(self) -> None:
         for id in retention.remove_expired_runs(self._store, self._limits.retention, time.time()):
-            log.info("%s is deleted, as [retention] of limits.toml says", id, extra=log_ids(run=id))
+            log.info("%s is deleted according to [retention] in limits.toml", id, extra=log_ids(run=id))
         self._context.garbage.add_all_blobs()
 
     def _preempt_job(self, controller: JobController, idle_time: fair_share.IdleTime, now_s: float) -> None:
-        message = "%s preempted: it has waited for devices for %.0f s, and its slot goes to the next queued job"
-        log.log(
-            logging.WARNING if idle_time.has_started else logging.INFO,
-            message,
-            controller.id,
-            idle_time.idle_s,
-            extra=log_ids(run=controller.id),
-        )
+        message = "%s preempted: after %.0f s without devices, its slot goes to the next queued job"
+        level = logging.WARNING if idle_time.has_started else logging.INFO
+        log.log(level, message, controller.id, idle_time.idle_s, extra=log_ids(run=controller.id))
         controller.cancel_all_tasks(now_s)
         self._deactivate_job(controller, "queued", now_s)
         self._preempted_s[controller.id] = now_s
 
     def _warn_of_simulated_runs(self, rows: Sequence[StoredJob]) -> None:
         for row in rows:
-            if (
-                row.status in UNDER_WAY
-                and not fair_share.is_schedulable(row, self._only)
-                and row.id not in self._reported_simulated_runs
-            ):
+            is_simulated = row.status in UNDER_WAY and not fair_share.is_schedulable(row, self._only)
+            if is_simulated and row.id not in self._reported_simulated_runs:
                 self._reported_simulated_runs.add(row.id)
-                log.warning(
-                    "%s is a simulated fleet's, whose boards are not here: it is left to `fedquilt simulate`", row.id
-                )
+                log.warning("%s needs simulated devices: only `fedquilt simulate` continues this run", row.id)
 
     def _activate_jobs(self, loaded_jobs: Sequence[tuple[StoredJob, RunningJob]], now_s: float) -> None:
         controllers, min_device_time_s = [], fair_share.minimum_device_time(self._usage_by_job(now_s))
@@ -498,7 +491,7 @@ class Server:
             controller.activate(now_s)
 
     def _advance_jobs(self, now_s: float) -> bool:
-        """Make all due decisions of all jobs. Return True as soon as a round is committed.
+        """Make all due decisions of all jobs. Return whether a round was committed, which ends the call.
 
         After each decision the jobs are visited again from the start, the job with the least device time first.
         """
@@ -520,11 +513,9 @@ class Server:
                     self._job_loader.suspend_job(controller.job, controller.read_error, now_s)
                     continue
                 is_closing = controller.job.job_state.phase == "closing"
-                if controller.make_next_decision(
-                    now_s,
-                    fair_share.devices_to_yield(controller.id, usages),
-                    self._remaining_device_quota(controller, now_s),
-                ):
+                yielded_devices = fair_share.devices_to_yield(controller.id, usages)
+                max_devices = self._remaining_device_quota(controller, now_s)
+                if controller.make_next_decision(now_s, yielded_devices, max_devices):
                     if is_closing:
                         return True
                     is_unsettled = True

@@ -83,12 +83,11 @@ class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Share of devices that must exceed a limit. Raises JobError unless above 0 and at most 1."""
         share = float(self.boards.removesuffix("%")) / 100
         if not 0 < share <= 1:
-            raise JobError(f'[trigger] boards = "{self.boards}": a share of boards is above 0 % and at most 100 %')
+            raise JobError(f'[trigger] boards = "{self.boards}": set a share above 0 % and up to 100 %')
         return share
 
     @property
     def pause_s(self) -> float:
-        """Shortest time between two starts, in seconds."""
         try:
             return units.parse_seconds(self.pause)
         except ValueError as error:
@@ -113,6 +112,7 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     links: TextSequence = ()  # link of each device in virtual time, such as "2MB/s 50ms", or () for instant transfers
 
     def device_link(self, index: int) -> LinkCost:
+        """Return the link of a simulated device, unlimited without [fleet] links. Raise JobError if it is invalid."""
         if not self.links:
             return LinkCost()
         try:
@@ -127,16 +127,17 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
         return sum(labels.is_selected(cohort.select, self.device_labels(index)) for index in range(devices))
 
     def require_enough_devices(self, cohort: CohortSettings, devices: int) -> None:
+        """Raise JobError if fewer devices match [cohort] select than [cohort] size, or if a link is invalid."""
         available = self.count_selected_devices(cohort, devices)
         for index in range(len(self.links)):
             self.device_link(index)
         if cohort.select and not available:
-            raise JobError(f"[cohort] select = {list(cohort.select)}: no simulated board has such [fleet] labels")
+            raise JobError(f"[cohort] select = {list(cohort.select)}: no simulated device has these [fleet] labels")
         if cohort.size > available:
             of_selection = " of [cohort] select" if cohort.select else ""
             raise JobError(
-                f"[cohort] size is {cohort.size}, and the fleet has {available} devices{of_selection}: ask for "
-                "fewer, or simulate more ([fleet] devices, or --devices)"
+                f"[cohort] size = {cohort.size}, but the fleet has {available} devices{of_selection}: reduce size, or "
+                "simulate more devices ([fleet] devices, or --devices)"
             )
 
 
@@ -167,11 +168,11 @@ class JobSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_job(path: Path) -> JobSettings:
-    """Read a job from a TOML file. Relative paths in the file start at its folder."""
+    """Read a job from a TOML file. Relative paths start at its folder. Raise JobError if it is invalid."""
     table = toml.read_toml(path)
     try:
         if "device" in table and "method" not in table:
-            raise JobError("these are a board's settings, and a job is wanted; `fedquilt agent` takes settings")
+            raise JobError("these are an agent's settings, not a job: `fedquilt agent` reads them")
         return parse_job(complete_table(table, path.parent))
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
@@ -183,18 +184,18 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
     job = _unify_task_and_classes(toml.convert_table(table, JobSettings, "a job"))
     params = parse_params(job)
     if job.wire.codec not in CODECS:
-        raise JobError(f"[wire] codec = {job.wire.codec!r}: there are {', '.join(CODECS)}")
+        raise JobError(f"[wire] codec = {job.wire.codec!r} is unknown: choose {', '.join(CODECS)}")
     method = methods.load(job.method)
     require_supported_task(job.method, method, job.model)
     if (reason := method.traits.refused_codecs.get(job.wire.codec)) is not None:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: {reason}")
     if job.wire.codec != "raw" and method.traits.exact_updates:
         raise JobError(
-            f"[wire] codec = {job.wire.codec!r}: what {job.method}'s devices send may not be rounded; leave it 'raw'"
+            f"[wire] codec = {job.wire.codec!r} rounds updates, but {job.method} requires exact updates: set 'raw'"
         )
     require_minimum_updates(job, method.minimum_updates(params))
     if job.personal.prior == "auto" and (task := metrics.task_from_network(job.model)) != "classes":
-        raise JobError(f'[personal] prior = "auto": task = {task!r} has no classes; leave it "off"')
+        raise JobError(f'[personal] prior = "auto" needs classes, but task = {task!r}: set "off"')
     require_energy_deadline(job.cohort)
     require_evaluations(job)
     if job.trigger is not None:
@@ -206,10 +207,7 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
             job.fleet.device_labels(index)
     adversaries = job.fleet.adversaries
     if adversaries is not None and adversaries.attack == "inner_product" and job.wire.codec != "raw":
-        raise JobError(
-            f"[wire] codec = {job.wire.codec!r}: adversaries with attack = 'inner_product' read what the other boards "
-            "send as it is; leave it 'raw'"
-        )
+        raise JobError(f"[wire] codec = {job.wire.codec!r} is not supported with the attack 'inner_product': set 'raw'")
     return job
 
 
@@ -218,44 +216,46 @@ def require_minimum_updates(job: JobSettings, min_updates: int) -> None:
     cohort = job.cohort
     if cohort.size and cohort.size < min_updates:
         raise JobError(
-            f"[cohort] size = {cohort.size}: with its [params] {job.method} needs {min_updates} updates or more "
-            f"in a round"
+            f"[cohort] size = {cohort.size} is too small: with its [params] {job.method} needs at least "
+            f"{min_updates} updates in a round"
         )
     possible_updates = max(cohort.min_devices, math.ceil(cohort.size * cohort.quorum), 1)
     if possible_updates < min_updates:
         raise JobError(
-            f"[cohort] a round may close with {possible_updates} "
-            f"{'update' if possible_updates == 1 else 'updates'}, and with its [params] {job.method} needs "
-            f"{min_updates} or more: set min_devices = {min_updates}"
+            f"[cohort] allows rounds with {possible_updates} {'update' if possible_updates == 1 else 'updates'}, but "
+            f"with these [params] {job.method} needs at least {min_updates}: set min_devices = {min_updates}"
         )
 
 
 def require_energy_deadline(cohort: CohortSettings) -> None:
     if cohort.joules_per_round is not None and cohort.deadline != "energy":
-        raise JobError('[cohort] joules_per_round: only deadline = "energy" heeds it; set that, or leave it out')
+        raise JobError('[cohort] joules_per_round has no effect without deadline = "energy": set both, or remove it')
 
 
 def require_evaluations(job: JobSettings) -> None:
+    """Raise JobError if the settings of [stop] need evaluations by devices that [check] does not provide."""
     if job.stop.patience is None and job.stop.min_gain:
-        raise JobError(f"[stop] min_gain = {job.stop.min_gain:g}: only patience heeds it; set that, or leave it out")
+        raise JobError(
+            f"[stop] min_gain = {job.stop.min_gain:g} has no effect without patience: set both, or remove it"
+        )
     if job.stop.patience is not None and (not job.check.every or job.check.beside):
-        fix = "leave [check] beside out" if job.check.every else "set [check] every = 1"
-        raise JobError(f"[stop] patience = {job.stop.patience}: it counts evaluations by devices; {fix}")
+        fix = "remove [check] beside" if job.check.every else "set [check] every = 1"
+        raise JobError(f"[stop] patience = {job.stop.patience} needs evaluations by devices: {fix}")
 
 
 def require_no_adversaries(job: JobSettings) -> None:
     if job.fleet.adversaries is not None:
         raise JobError(
-            "[fleet] adversaries: no agent lies, on a real board or on a simulated one; `fedquilt compare`, `fedquilt "
-            "lab reproduce` and fedquilt.simulate have devices that do. Leave it out to run this job with agents"
+            "[fleet] adversaries have no effect on agents: use `fedquilt compare`, `fedquilt lab reproduce` or "
+            "fedquilt.simulate, or remove them"
         )
 
 
 def require_supported_task(method_name: str, method: Method, network: Mapping[str, Any]) -> None:
     if (task := metrics.task_from_network(network)) not in method.traits.prediction_tasks:
         raise JobError(
-            f"task = {task!r}: {method_name} works with {' and '.join(map(repr, method.traits.prediction_tasks))} "
-            "only, as its rules need a class for each example: take another method, fedavg or fedprox for instance"
+            f"task = {task!r} is not supported by {method_name}, which needs "
+            f"{' or '.join(map(repr, method.traits.prediction_tasks))}: choose another method, such as fedavg"
         )
 
 
@@ -264,11 +264,11 @@ def _unify_task_and_classes(job: JobSettings) -> JobSettings:
     model, data = job.model, job.data
     if "outputs" in model:
         if "classes" in model:
-            raise JobError("[model] outputs and classes: both count what the network predicts; keep one of them")
+            raise JobError("[model] outputs and classes have the same meaning: keep one of them")
         model = {("classes" if key == "outputs" else key): value for key, value in model.items()}
     tasks = {table["task"] for table in (model, data) if "task" in table}
     if len(tasks) > 1:
-        raise JobError(f"[model] task = {model['task']!r} and [data] task = {data['task']!r}: they have to be the same")
+        raise JobError(f"[model] task = {model['task']!r} and [data] task = {data['task']!r} differ: set the same task")
     for task in tasks:
         metrics.task_from_network({"task": task})
         model = {**model, "task": task} if model else model
@@ -283,19 +283,22 @@ def _require_params_in_table(table: Mapping[str, Any]) -> None:
     for key in table.keys() - job_keys:
         params_type = methods.load(method).params
         if key in (field.name for field in dataclasses.fields(params_type)):
-            raise JobError(f"{key} = {table[key]!r}: the method's parameters stand below a line [params]")
+            raise JobError(f"{key} = {table[key]!r} is a parameter of the method: move the line below a line [params]")
 
 
 def parse_params(job: JobSettings) -> Any:
+    """Return the method's `Params`. Raise JobError for an unknown parameter, invalid value or unsupported engine."""
     method = methods.load(job.method)
     if job.engine not in (None, *method.engines, *plugins.plugin_names("engine")):
-        raise JobError(f"engine = {job.engine!r}: {job.method} runs on {' or '.join(method.engines)}")
+        raise JobError(
+            f"engine = {job.engine!r} is not supported by {job.method}: choose {' or '.join(method.engines)}"
+        )
     params_type = method.params
     infinite_names = [
         name for name, value in job.params.items() if isinstance(value, float) and not math.isfinite(value)
     ]
     if infinite_names:
-        raise JobError(f"[params] {', '.join(infinite_names)}: not a finite number")
+        raise JobError(f"[params] {', '.join(infinite_names)}: the value is not a finite number")
     parameter_names = [field.name for field in dataclasses.fields(params_type)]
     unknown = sorted(set(job.params) - set(parameter_names))
     if unknown:
@@ -308,9 +311,7 @@ def parse_params(job: JobSettings) -> Any:
     if choices:
         values["schedule"] = training_choices.schedule_with_rounds(values["schedule"], job.rounds)
     if job.engine == "numpy" and (torch_choices := training_choices.describe_torch_choices(choices)):
-        raise JobError(
-            f'engine = "numpy": it cannot train with {torch_choices}; leave the line out, so that devices use torch'
-        )
+        raise JobError(f'engine = "numpy" does not support {torch_choices}: remove the line, so that devices use torch')
     for kind_of_plugin, name in training_choices.list_plugins(choices):
         with toml.prefix_errors("[params]"):
             plugins.find_plugin(kind_of_plugin, name, training_choices.BUILT_IN_CHOICES[kind_of_plugin])
@@ -318,7 +319,7 @@ def parse_params(job: JobSettings) -> Any:
 
 
 def list_engines(job: JobSettings, method: Method) -> tuple[str, ...]:
-    """Return the engines that can do a job's tasks, preferred first."""
+    """Return the engines that support a job's method and [params], preferred first."""
     if job.engine:
         return (job.engine,)
     choices = training_choices.select_choices(method.params, job.params)
@@ -327,7 +328,7 @@ def list_engines(job: JobSettings, method: Method) -> tuple[str, ...]:
 
 
 def complete_table(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a job's table with absolute paths, and with settings measured on its data."""
+    """Return a job's table with absolute paths, and with [data] settings measured on the data."""
     result = make_paths_absolute(table, folder)
     if isinstance(data := result.get("data"), dict):
         result["data"] = reading_settings.complete_data_table(data)
@@ -410,7 +411,7 @@ def _require_disjoint_sites(sites: Mapping[str, SiteRight]) -> None:
     for (site, right), (other_site, other_right) in itertools.combinations(sites.items(), 2):
         if right.overlaps(other_right):
             raise JobError(
-                f"[sites]: {site} and {other_site} may both speak for one board: give each board to one site"
+                f"[sites]: {site} and {other_site} may submit for the same device: assign each device to one site"
             )
 
 
@@ -419,15 +420,16 @@ NUMPY_TRAINS: Final = "mlp"  # the only network of edge_agent/engines/numpy_engi
 
 
 def create_initial_state(job: JobSettings, bundle: Bundle, method: Method | None = None) -> Any:
+    """Return the method's state before the first round. Raise JobError if the method does not support the job."""
     method = method or methods.load(job.method)
     if job.check.every and method.check is None:
-        raise JobError(f"[check] every: {job.method} has no evaluation of its own; leave it 0")
+        raise JobError(f"[check] every = {job.check.every}: {job.method} has no evaluation by devices. Set 0")
     network = bundle.meta.get("network", {})
     require_supported_task(job.method, method, network)
     if job.engine == "numpy" and network.get("name", NUMPY_TRAINS) != NUMPY_TRAINS:
         raise JobError(
-            f'engine = "numpy" trains {NUMPY_TRAINS!r} networks, and [model] is {network.get("name")!r}: leave the '
-            "line out, so that devices train with torch"
+            f'engine = "numpy" trains only {NUMPY_TRAINS!r} networks, and [model] is {network.get("name")!r}: remove '
+            "the line, so that devices train with torch"
         )
     return method.init(bundle, parse_params(job), job.seed)
 
@@ -454,39 +456,30 @@ def require_matching_bundle(job: JobSettings, bundle: Bundle) -> None:
     bundle_input = bundle.meta.get("input") or bundle_network.pop("input", None) or {}
     network = {key: value for key, value in job.model.items() if key not in ("input", *NOT_NETWORK)}
     job_input = job.input or job.model.get("input") or {}
-    differing = [
-        *(
-            ["[model]"]
-            if network and network != {key: bundle_network[key] for key in bundle_network if key != "input"}
-            else []
-        ),
-        *(
-            ["[input]"]
-            if any(
-                _lists_from_tuples(bundle_input.get(key)) != _lists_from_tuples(value)
-                for key, value in job_input.items()
-            )
-            else []
-        ),
-    ]
-    if job.donors:
-        names = [donor.get("name") for donor in job.donors]
-        differing += ["[[donors]]"] if names != list(bundle.meta.get("donors", {})) else []
-    if job.labels and "labels" in bundle.meta:
-        differing += _describe_label_mismatch(job.labels, bundle.meta["labels"])
+    differing = []
+    if network and network != {key: value for key, value in bundle_network.items() if key != "input"}:
+        differing.append("[model]")
+    if any(_lists_from_tuples(bundle_input.get(key)) != _lists_from_tuples(value) for key, value in job_input.items()):
+        differing.append("[input]")
+    if job.donors and [donor.get("name") for donor in job.donors] != list(bundle.meta.get("donors", {})):
+        differing.append("[[donors]]")
+    has_labels = bool(job.labels) and "labels" in bundle.meta
+    if has_labels and (mismatch := _find_label_mismatch(job.labels, bundle.meta["labels"])):
+        differing.append(mismatch)
     if differing:
         raise JobError(
-            f"the bundle was prepared from another job than this ({' and '.join(differing)} differ): "
-            "make it anew with `fedquilt prepare`"
+            f"the bundle was prepared for another job ({' and '.join(differing)} differ): prepare it again with "
+            "`fedquilt prepare`"
         )
 
 
-def _describe_label_mismatch(job_labels: Sequence[str], bundle_labels: Sequence[str]) -> list[str]:
+def _find_label_mismatch(job_labels: Sequence[str], bundle_labels: Sequence[str]) -> str | None:
+    """Return the first label in which a job and its bundle differ, as text for an error, or None."""
     for number, (job_label, bundle_label) in enumerate(itertools.zip_longest(job_labels, bundle_labels)):
         if job_label != bundle_label:
             texts = ["none" if label is None else repr(label) for label in (job_label, bundle_label)]
-            return [f"labels (label {number} is {texts[0]} in the job and {texts[1]} in the bundle)"]
-    return []
+            return f"labels (label {number} is {texts[0]} in the job and {texts[1]} in the bundle)"
+    return None
 
 
 def _lists_from_tuples(value: Any) -> Any:

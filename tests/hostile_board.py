@@ -84,7 +84,7 @@ ATTACKS: dict[str, tuple[Callable[[Tensors], Lie], str]] = {  # -> what the log 
     "tensors that inflate": (lambda model: Lie(_inflated(model)), "not a safetensors blob"),
     "1e300": (
         lambda model: Lie(tensors.encode_tensors({name: np.full(a.shape, 1e300) for name, a in model.items()})),
-        "float64|bytes, and what was asked for",
+        "float64|bytes, at most",
     ),
     "infinity": (
         lambda model: Lie(tensors.encode_tensors({name: np.full_like(a, np.inf) for name, a in model.items()})),
@@ -96,7 +96,7 @@ ATTACKS: dict[str, tuple[Callable[[Tensors], Lie], str]] = {  # -> what the log 
     ),
     "a manifest of gigabytes": (
         lambda model: Lie(tensors.encode_tensors(model), None, size=1 << 40),
-        "bytes, and what was asked for",
+        "bytes, at most",
     ),
     "a weight of 1e24": (lambda model: Lie(tensors.encode_tensors(model), None, weight=1e24), "examples"),
     "joules that end a job, and a strange tensor": (
@@ -105,11 +105,11 @@ ATTACKS: dict[str, tuple[Callable[[Tensors], Lie], str]] = {  # -> what the log 
             None,
             usage=Usage(wall_s=1.0, energy_j=1e12),
         ),
-        "claims what cannot be",
+        "implausible claims",
     ),
     "updates of the honest boards": (
         lambda model: Lie(_of_others(model), None, bundle="site.0", weight=30.0),
-        "is what a site sends, and the device has no right to be one",
+        "a site's update, but the device has no site right",
     ),
     "chunks that are withheld": (
         lambda model: Lie(tensors.encode_tensors({name: 2 * a for name, a in model.items()}), None, withheld=True),
@@ -379,7 +379,7 @@ def main() -> int:
         liar.end()
         log = made.log.read_text()
     cpu_s = (flooded_s - start_s - 2 * calm_s) * 60 / options.seconds
-    named = LIAR in log and "sends more than can be answered" in log
+    named = LIAR in log and "exceeds its rate limit" in log
     print(
         f"{liar.sent} messages in {options.seconds:g} s: {cpu_s:.2f} s of processor time a minute and "
         f"{most_mb - start_mb:.0f} MB more than without them; {'named' if named else 'NOT NAMED'} in the log, "

@@ -90,7 +90,9 @@ class BlobServer:
             self._http = HttpServer(host, port, self._serve_request, connections=self._connections, context=context)
         except OSError as error:
             problem = describe_listen_error(error)
-            raise JobError(f"blobs cannot be served at {host}:{port} ({problem}): choose another HOST:PORT") from None
+            raise JobError(
+                f"blob server cannot listen at {host}:{port} ({problem}): choose another HOST:PORT"
+            ) from None
         self._http.start()
 
     @property
@@ -140,7 +142,7 @@ class BlobServer:
         grant = self._require_grant(exchange)
         if not self._connections.assign_owner(exchange.connection, grant.device, MAX_DEVICE_CONNECTIONS):
             raise RequestRefusedError(
-                503, f"you have {MAX_DEVICE_CONNECTIONS} connections open here: let one end first"
+                503, f"too many connections: this device has {MAX_DEVICE_CONNECTIONS} open, close one first"
             )
         self._connections.begin_request(exchange.connection, grant.ref.size / MIN_BYTES_PER_S)
         self._transfer_blob(exchange, grant)
@@ -149,32 +151,33 @@ class BlobServer:
         """Return the grant of the request's token. Raise RequestRefusedError if the grant forbids the request."""
         match = _PATH.match(request.path)
         if match is None or request.method not in ("GET", "HEAD", "PUT"):
-            raise RequestRefusedError(404, "there is nothing at this address")
+            raise RequestRefusedError(404, "unknown address or method")
         sha256 = match[1]
         peer = common_name_of_peer(request.socket) if isinstance(request.socket, ssl.SSLSocket) else None
         kind, _, token = request.headers.get("authorization", "").partition(" ")
         with self._lock:
             grant = self._grants.get(_token_digest(token)) if kind == "Bearer" else None
         if grant is None or peer not in (None, grant.device) or grant.ref.sha256 != sha256:
-            raise RequestRefusedError(403, "this token does not open this blob for you, or not any more")
+            raise RequestRefusedError(403, "the token is unknown, revoked, or for another device or blob")
         if (grant.writer is None) != (request.method == "GET"):
-            raise RequestRefusedError(403, "this token is for the other way")
+            raise RequestRefusedError(403, "the token permits the other direction of transfer only")
         if grant.writer is None and not self._may_fetch(grant.device, sha256):
-            raise RequestRefusedError(403, "the blob is not offered to you any more")
+            raise RequestRefusedError(403, "the blob is no longer offered to this device")
         return grant
 
     def _transfer_blob(self, request: HttpExchange, grant: AccessGrant) -> None:
         if grant.writer is None:
             return self._send_blob(request, grant)
         if request.method == "HEAD":
-            writer_id = grant.writer.replace_writer()  # bytes of an earlier connection are refused from now on
-            due_range = grant.writer.next_range()
-            if due_range is None and not grant.writer.is_finished:
-                self._finish_upload(grant, grant.writer, writer_id)
-            return request.send_response(
-                204, {"Upload-Offset": str(grant.ref.size if due_range is None else due_range[0])}
-            )
+            return self._resume_upload(request, grant, grant.writer)
         return self._receive_blob(request, grant, grant.writer)
+
+    def _resume_upload(self, request: HttpExchange, grant: AccessGrant, writer: BlobWriter) -> None:
+        """Send the offset of an upload, and close earlier connections. Finish a complete upload."""
+        writer_id, due_range = writer.replace_writer(), writer.next_range()
+        if due_range is None and not writer.is_finished:
+            self._finish_upload(grant, writer, writer_id)
+        request.send_response(204, {"Upload-Offset": str(grant.ref.size if due_range is None else due_range[0])})
 
     def _send_blob(self, request: HttpExchange, grant: AccessGrant) -> None:
         size = grant.ref.size
@@ -185,7 +188,7 @@ class BlobServer:
         try:
             file = self._blob_store.open_blob_file(grant.ref.sha256)
         except StoreError:
-            raise RequestRefusedError(404, "the blob is not here any more") from None
+            raise RequestRefusedError(404, "the blob has been deleted") from None
         with open(file, "rb", buffering=0):
             headers = {"Content-Length": str(end - start), "Accept-Ranges": "bytes"}
             if "range" in request.headers:
@@ -196,7 +199,7 @@ class BlobServer:
     def _receive_blob(self, request: HttpExchange, grant: AccessGrant, writer: BlobWriter) -> None:
         match = _CONTENT_RANGE.match(request.headers.get("content-range", ""))
         if not request.size or match is None:
-            raise RequestRefusedError(411, "say by Content-Length and Content-Range how many bytes come, and which")
+            raise RequestRefusedError(411, "Content-Length or Content-Range is missing or invalid")
         start, end, size = int(match[1]), int(match[2]) + 1, int(match[3])
         writer_id, due_range = writer.replace_writer(), writer.next_range()
         if (
@@ -204,7 +207,7 @@ class BlobServer:
             or (start, end, size) != (due_range[0], grant.ref.size, grant.ref.size)
             or end - start != request.size
         ):
-            raise RequestRefusedError(409, "these are not the bytes that are due")
+            raise RequestRefusedError(409, "Content-Range differs from the expected range: resume at Upload-Offset")
         self._charge_bytes(grant, 0)
 
         def write_piece(piece: memoryview) -> None:
@@ -228,9 +231,8 @@ class BlobServer:
             raise RequestRefusedError(409, str(error)) from None
         except (ContentError, StoreError) as error:
             self._report_result(close_failed_transfer(key, writer, error))
-            raise RequestRefusedError(
-                409 if isinstance(error, ContentError) else 500, "the blob was not taken"
-            ) from None
+            status = 409 if isinstance(error, ContentError) else 500
+            raise RequestRefusedError(status, "the blob was not stored") from None
         self._report_result(TransferResult(key, writer, None))
 
     def _charge_bytes(self, grant: AccessGrant, size: int) -> None:
@@ -238,7 +240,7 @@ class BlobServer:
         with self._lock:
             grant.remaining_bytes -= size
             if grant.remaining_bytes <= 0 and not size:
-                raise RequestRefusedError(429, "the blob has been asked for too often")
+                raise RequestRefusedError(429, "the blob was transferred too often with this token")
 
 
 def _granted_bytes(ref: BlobRef) -> int:
@@ -246,13 +248,13 @@ def _granted_bytes(ref: BlobRef) -> int:
 
 
 def _parse_range(header: str | None, size: int) -> tuple[int, int]:
-    """Return the start and end of the bytes that a Range header requests, or of the whole blob without a header."""
+    """Return the start and end (exclusive) of the requested bytes. Raise RequestRefusedError for an invalid range."""
     if header is None:
         return 0, size
     match = _RANGE.match(header)
     start, end = (int(match[1]), min(int(match[2] or size) + 1, size)) if match else (size, size)
     if start >= end:
-        raise RequestRefusedError(416, "one range of bytes within the blob, please")
+        raise RequestRefusedError(416, "Range must be one range of bytes within the blob")
     return start, end
 
 
@@ -267,7 +269,7 @@ MAX_BACKEND_TRANSFERS: Final = 8  # transfers with a backend at once
 class BlobBackend(Protocol):
     """Store of blobs outside fedquilt, such as a bucket. No call blocks.
 
-    A package registers one by an entry point in the group `fedquilt.blobs`: a function that takes the address in
+    A package registers a backend by an entry point in the group `fedquilt.blobs`: a function that takes the address in
     `--blobs-backend NAME=ADDRESS` and returns an `OpenBackend`.
     """
 
@@ -284,7 +286,7 @@ class BlobBackend(Protocol):
         """Delete a device's upload, which is fetched or cancelled."""
 
     def take_ready_blobs(self) -> list[Key]:
-        """Return the blobs with new download locations since the last call, once per waiting device."""
+        """Return the (device, sha256) of blobs that have new download locations since the last call."""
 
     def handle_result(self, ended: TransferResult) -> bool:
         """Process the result of a transfer. Return whether the backend started the transfer."""
@@ -301,9 +303,9 @@ class BlobLocationSettings:
     Args:
         listen: The address of the coordinator's own server, HOST:PORT, or None for no server.
         url: The URL of this server as devices reach it, or None for the host of `listen`.
-        open_backend: The function that opens the backend of an outside package, or None for no backend.
+        open_backend: The function that opens the backend of another package, or None for no backend.
         ca: The authority of the backend's certificate, in addition to those of the system.
-        limits: The limits on connections to the own server.
+        limits: The limits on connections to the coordinator's own server.
     """
 
     listen: str | None = None
@@ -317,8 +319,8 @@ class BlobLocationSettings:
             host, _ = metrics_endpoint.parse_listen_address(self.listen)
             if self.url is None and _is_wildcard_address(host):
                 raise JobError(
-                    f"--blobs-http {self.listen} listens at every address of this machine, and boards need one: name "
-                    "it by --blobs-url, for instance https://coordinator.site:8443"
+                    f"--blobs-http {self.listen} is not an address that devices can use: set --blobs-url, for "
+                    "instance https://coordinator.site:8443"
                 )
         if self.url is not None:
             _require_server_url(self.url, self.listen is not None)
@@ -388,7 +390,7 @@ class BlobLocationProvider(TransferBackend):
         return (*backend_locations, *self._own_locations(device, writer.ref, writer))
 
     def uploaded_locations(self, device: str, ref: BlobRef, location_index: int) -> tuple[BlobLocation, ...]:
-        """Return where the backend stores an upload, or nothing if location `location_index` is the own server."""
+        """Return where the backend stores an upload, or () if `location_index` is that of the own server."""
         if self._backend is None or location_index >= self._first_own.get((device, ref.sha256), 0):
             return ()
         return self._backend.uploaded_locations(device, ref)
@@ -399,13 +401,11 @@ class BlobLocationProvider(TransferBackend):
     def take_results(self) -> list[TransferResult]:
         """Return the results of transfers that the backend has not started."""
         results = super().take_results()
-        return (
-            results
-            if self._backend is None
-            else [result for result in results if not self._backend.handle_result(result)]
-        )
+        backend = self._backend
+        return results if backend is None else [result for result in results if not backend.handle_result(result)]
 
     def close_locations(self, key: Key) -> None:
+        """Forget the locations of a device's upload, delete it from the backend, and revoke its token."""
         self._first_own.pop(key, None)
         if self._backend is not None:
             self._backend.delete_upload(key)
@@ -440,4 +440,4 @@ def _require_server_url(url: str, has_server: bool) -> None:
     if not is_valid:
         raise JobError(f"--blobs-url {url}: write the server's address as http[s]://HOST[:PORT]")
     if not has_server:
-        raise JobError("--blobs-url says how boards reach the server of --blobs-http: give that too")
+        raise JobError("--blobs-url has no effect without --blobs-http: set both")

@@ -1,7 +1,7 @@
 """Executors, which connect jobs to devices: they send tasks and receive messages.
 
 `LinkExecutor` uses a broker (MQTT, or one in memory). `fedquilt.tools.simulation` has simulated devices on virtual
-time, whose work runs in this process or in a pool of workers. Rounds, deadlines and the event log are the same for
+time, whose work runs in this process or in other processes. Rounds, deadlines and the event log are the same for
 both.
 """
 
@@ -59,15 +59,13 @@ class DispatchedTask:
 
 
 class TaskDispatcher:
-    """Open tasks by device, sent as retained messages that survive restarts of either side."""
-
     def __init__(self, link: Link, topics: wire.Topics) -> None:
         self._link, self._topics = link, topics
         self._open_tasks: dict[str, DispatchedTask] = {}
         # heap of (time, device): when an open task may be due, or earlier
         self._due_times: list[tuple[float, str]] = []
         self._scheduled_s: dict[str, float] = {}  # device -> time of the valid heap entry
-        self._releases: dict[tuple[str, wire.ReleaseKind], wire.DesiredRelease] = {}  # by device
+        self._releases: dict[tuple[str, wire.ReleaseKind], wire.DesiredRelease] = {}  # by device and kind
 
     def __contains__(self, device: str) -> bool:
         return device in self._open_tasks
@@ -88,7 +86,7 @@ class TaskDispatcher:
             self._open_tasks[device].sends = MAX_COUNTED_ATTEMPTS
 
     def take_due_devices(self, now_s: float) -> list[str]:
-        """Return the devices whose task must be sent again now, and again after the same interval."""
+        """Return the devices whose task must be sent again now, and schedule the next repetition of each."""
         devices = []
         while self.next_repetition_s() <= now_s:
             devices.append(heapq.heappop(self._due_times)[1])
@@ -99,7 +97,7 @@ class TaskDispatcher:
         return devices
 
     def next_repetition_s(self) -> float:
-        """Return the time of the next repetition, or infinity without open tasks."""
+        """Return the time at which `take_due_devices` next returns a device, or infinity without open tasks."""
         while self._due_times:
             due_s, device = self._due_times[0]
             is_current, dispatched = self._scheduled_s.get(device) == due_s, self._open_tasks.get(device)
@@ -175,7 +173,7 @@ class Executor(Protocol):
         """
 
     def set_backlog(self, updates: int, waiting_bytes: int, max_bytes: float) -> None:
-        """Limit further transfers: at most `max_bytes`, but at least two updates, wait or are in transfer."""
+        """Limit transfers: at most `max_bytes`, but at least two updates, are in transfer or unprocessed."""
 
     def transfer_wait_s(self, device: str) -> float:
         """Return how long a device waited for its transfer turn, or infinity while waiting."""
@@ -294,7 +292,7 @@ class LinkExecutor:
         try:
             payload = wire.encode(msgspec.structs.replace(task, epoch=self._epoch))
         except (TypeError, ValueError, OverflowError) as error:
-            raise JobError(f"a task of {task.method} cannot be sent: {error}") from None
+            raise JobError(f"a task of {task.method} cannot be encoded: {error}") from None
         if self._credited_rounds.get(device) != (task.job, task.round):
             self._credited_rounds[device] = (task.job, task.round)
             self._rate_limiter.charge_time(device, -ROUND_S)
@@ -377,12 +375,15 @@ class LinkExecutor:
         self._link.close()
 
     def _handle_or_decode_message(self, message: Message, now_s: float) -> DeviceMessage | None:
+        """Return a device's decoded message, or None if it is invalid or part of a transfer."""
         try:
             route = wire.parse_topic(message.topic)
             if route.direction != "up":
                 return None
             if route.subtopic == "hello":  # only signed links process it
-                raise WireError("it is signed, and this coordinator is not: give it --ca, --cert and --key")
+                raise WireError(
+                    "signed message, but this coordinator has no certificate: start it with --ca, --cert and --key"
+                )
             if route.subtopic in ("presence", "profile") and not message.payload:
                 return None  # cleared retained message: the device was removed from the broker
             if self._transfers.handle_message(route, message.payload, now_s) or route.message_type is None:
@@ -394,7 +395,7 @@ class LinkExecutor:
                 return None
             decoded = validation.replace_unprintable(wire.decode(message.payload, route.message_type), message.payload)
             if (claimed_device := getattr(decoded, "device", route.device)) != route.device:
-                raise WireError(f"it names another device, {claimed_device}")
+                raise WireError(f"the message names another device, {claimed_device}")
             if isinstance(decoded, wire.Presence) and not decoded.online:
                 self._silence_detector.forget(route.device)
             elif not message.retained:
@@ -420,8 +421,9 @@ class LinkExecutor:
             self._returned_devices.append(device)
 
     def _request_presences(self, now_s: float) -> list[str]:
+        """Request the presence of devices without recent messages. Return those that have become silent."""
         change = self._silence_detector.step(now_s, self.outage.can_reach_devices(now_s))
-        for device in change.devices_to_ask:
+        for device in change.devices_to_request:
             self._request_presence(device)
         return change.silent
 
@@ -435,7 +437,9 @@ class LinkExecutor:
             return
         if error is not None:
             ids = log_ids(device=device)
-            log.warning("%s's update could not be fetched (%s); it will offer it again", device, error, extra=ids)
+            log.warning(
+                "update of %s could not be fetched (%s): the device will submit it again", device, error, extra=ids
+            )
             self.fetch_blobs(device, ())
             yield responses.UpdateReceived(device, error)
             return

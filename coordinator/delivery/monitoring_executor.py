@@ -46,7 +46,7 @@ RETRY_S: Final = 10.0  # delay after a disk error
 class DeviceStatusTracker:
     """Status of every device, written to disk at intervals.
 
-    A disk error is logged once. Rounds continue, and writing is tried again later.
+    A disk error is logged once. Rounds continue, and writing is repeated after RETRY_S.
     """
 
     def __init__(self, home: Path, clock: Callable[[], float] = time.time) -> None:
@@ -74,10 +74,11 @@ class DeviceStatusTracker:
             }
             self._changed_devices = {status.device for status in stored if status != self._statuses[status.device]}
         except StoreError as error:
-            log.warning("%s; nothing is noted of boards meanwhile", error)
+            log.warning("%s. Devices are not monitored until the next start of the coordinator", error)
         self._unconfirmed_devices = {status.device for status in self._statuses.values() if status.online}
 
     def record_message(self, input: ExecutorInput, now_s: float) -> None:
+        """Update a device's status and readings from one input of the executor. Other inputs change nothing."""
         self._now_s, time_s = now_s, self._clock()
         if isinstance(input, responses.DeviceChange):
             status = self._status_with_last_seen(input.device)
@@ -129,34 +130,30 @@ class DeviceStatusTracker:
         ]
 
     def record_task(self, device: str, task: Task) -> None:
-        self._set_status(
-            device_status.apply_task(self._status_with_last_seen(device), task, self._clock()), STATUS_DELAY_S
-        )
+        status = device_status.apply_task(self._status_with_last_seen(device), task, self._clock())
+        self._set_status(status, STATUS_DELAY_S)
 
     def record_transfer_turn(self, device: str, waits: bool) -> None:
         self._set_status(device_status.apply_transfer_turn(self._status_with_last_seen(device), waits), STATUS_DELAY_S)
 
     def record_ack(self, device: str, ack: wire.Ack) -> None:
-        self._set_status(
-            device_status.apply_ack(self._status_with_last_seen(device), ack, self._clock()), STATUS_DELAY_S
-        )
+        status = device_status.apply_ack(self._status_with_last_seen(device), ack, self._clock())
+        self._set_status(status, STATUS_DELAY_S)
 
     def mark_idle(self, device: str) -> None:
         if device in self._statuses:
             self._set_status(replace(self._status_with_last_seen(device), doing=None), STATUS_DELAY_S)
 
     def step(self, now_s: float) -> float:
-        """Write due changes and apply removal requests. Return the time of the next call."""
+        """Write due changes, apply removal requests and delete old data. Return the time of the next call."""
         if self._store is None:
             return math.inf
         if not self._has_started:
-            self._has_started, self._grace_end_s, self._next_cleanup_s = True, now_s + START_GRACE_S, now_s
-            self._next_removal_poll_s = now_s
+            self._has_started, self._grace_end_s = True, now_s + START_GRACE_S
+            self._next_cleanup_s = self._next_removal_poll_s = now_s
         self._now_s = now_s
         if now_s >= self._grace_end_s:
-            self._grace_end_s = math.inf
-            for device in self._unconfirmed_devices:
-                self._set_status(replace(self._statuses[device], online=False, since=self._clock()), 0.0)
+            self._mark_unconfirmed_offline()
         try:
             if now_s >= self._due_s:
                 self._write_changes(self._store)
@@ -171,9 +168,14 @@ class DeviceStatusTracker:
             self._due_s = now_s + RETRY_S
             self._readings.clear()  # bound the memory
             if not self._has_failed:
-                log.warning("%s; `fedquilt devices` shows what was known before", error)
+                log.warning("%s. `fedquilt devices` shows old data until writing succeeds", error)
             self._has_failed = True
         return min(self._due_s, self._next_cleanup_s, self._grace_end_s, self._next_removal_poll_s)
+
+    def _mark_unconfirmed_offline(self) -> None:
+        self._grace_end_s = math.inf
+        for device in self._unconfirmed_devices:
+            self._set_status(replace(self._statuses[device], online=False, since=self._clock()), 0.0)
 
     def take_removed_devices(self) -> list[str]:
         removed, self._removed_devices = self._removed_devices, []

@@ -51,7 +51,7 @@ class RateLimiter:
     _cleanup_size: int = 1024  # number of buckets above which full ones are removed
 
     def admit_message(self, device: str, size: int, now_s: float, cost_s: float = MESSAGE_S) -> Verdict:
-        """Decide whether to process a message. Only processed messages are charged."""
+        """Decide whether to process a message of `size` bytes. Only processed messages are charged."""
         bucket = self._refill_bucket(device, now_s)
         if now_s < bucket.blocked_until_s:
             return "dropped"
@@ -90,7 +90,7 @@ class RateLimiter:
 
 
 log = logging.getLogger("fedquilt.coordinator")
-# devices that are subscribed to by name; with more, what a flood sends is read and dropped
+# devices with subscriptions by name. With more, the messages of a blocked device are received and dropped
 MAX_NAMED_SUBSCRIPTIONS: Final = 4096
 DISCOVERY_INTERVAL_S: Final = 60.0  # interval of subscriptions to all presences, to find unknown devices
 DISCOVERY_S: Final = 1.0  # duration of such a subscription, in which flooding messages arrive too
@@ -111,7 +111,7 @@ class RateLimitedLink(LinkWrapper):
         self._discovery_end_s = math.inf  # end of the running discovery
 
     def subscribe(self, filters: Sequence[str]) -> None:
-        """Subscribe to the filters, or remove them while the link subscribes to each device by name."""
+        """Subscribe to the filters. While the link subscribes to each device by name, unsubscribe from them instead."""
         if not self._subscribes_per_device:
             self._link.subscribe(filters)
         else:  # the broker may still have only the earlier subscription
@@ -129,21 +129,20 @@ class RateLimitedLink(LinkWrapper):
         self._limiter.charge_time(device, seconds, self.now_s)
 
     def admit_message(self, device: str, size: int, cost_s: float = MESSAGE_S) -> bool:
+        """Return whether to process a message, and count the message. Block a flooding device."""
         verdict = self._limiter.admit_message(device, size, self.now_s, cost_s)
         if verdict == "slowed":
             ids = log_ids(device=device)
-            log.warning("%s sends more than can be answered: what comes too fast is dropped", device, extra=ids)
+            log.warning("%s exceeds its rate limit: some of its messages are dropped", device, extra=ids)
         elif verdict == "aside":
             self._block_device(device)
         return verdict == "taken"
 
     def next_s(self) -> float:
         """Return the time at which `receive` must be called even without a message."""
-        return (
-            min((*self._blocked_until_s.values(), self._discovery_end_s, self._next_discovery_s))
-            if self._subscribes_per_device
-            else math.inf
-        )
+        if not self._subscribes_per_device:
+            return math.inf
+        return min((*self._blocked_until_s.values(), self._discovery_end_s, self._next_discovery_s))
 
     def _admit_received(self, message: Message) -> bool:
         device = wire.device_from_topic(message.topic)
@@ -170,7 +169,7 @@ class RateLimitedLink(LinkWrapper):
                 self._subscribe_to_all()
 
     def _block_device(self, device: str) -> None:
-        """Drop a device's messages for BLOCK_S, and subscribe by name to all others, unless they are too many."""
+        """Drop a device's messages for BLOCK_S, and subscribe to all others by name unless they are too many."""
         self._newly_blocked.append(device)
         self._blocked_until_s[device] = self.now_s + BLOCK_S
         if self._subscribes_per_device:
@@ -179,15 +178,8 @@ class RateLimitedLink(LinkWrapper):
             self._subscribes_per_device = True
             self._next_discovery_s = self.now_s + DISCOVERY_INTERVAL_S
             self._discovery_end_s = math.inf
-            self._link.subscribe(
-                self._device_filters(
-                    [
-                        blocked_device
-                        for blocked_device in self._known_devices
-                        if blocked_device not in self._blocked_until_s
-                    ]
-                )
-            )
+            admitted_devices = [known for known in self._known_devices if known not in self._blocked_until_s]
+            self._link.subscribe(self._device_filters(admitted_devices))
             self._link.unsubscribe(self._topics.coordinator_filters())
 
     def _subscribe_to_all(self) -> None:

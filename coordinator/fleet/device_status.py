@@ -60,7 +60,7 @@ class DeviceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     device: str
     online: bool = False
     silent: bool = False  # reported online by the broker, without an answer
-    quiet: bool = False  # presence requested, without an answer yet
+    quiet: bool = False  # has not answered a presence request yet
     since: float | None = None  # time of the latest change between online, offline and silent
     seen: float | None = None  # time of the latest message
     boot: str = ""
@@ -94,6 +94,7 @@ class TelemetrySample(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def apply_message(status: DeviceStatus, message: WireMessage, time_s: float) -> DeviceStatus:
+    """Return a device's status after one of its messages. Messages without status information change nothing."""
     match message:
         case wire.Presence():
             return _apply_presence(status, message, time_s)
@@ -144,13 +145,12 @@ def apply_transfer_turn(status: DeviceStatus, is_waiting: bool) -> DeviceStatus:
 
 def apply_ack(status: DeviceStatus, ack: wire.Ack, time_s: float) -> DeviceStatus:
     idle = replace(status, doing=None)
-    return (
-        idle if ack.accepted else replace(idle, refusal=LatestDecline(time_s, "update", ack.reason, ack.job, ack.round))
-    )
+    if ack.accepted:
+        return idle
+    return replace(idle, refusal=LatestDecline(time_s, "update", ack.reason, ack.job, ack.round))
 
 
 def add_sample(previous: TelemetrySample | None, count: int, telemetry: Telemetry, time_s: int) -> TelemetrySample:
-    """Return an interval's sensor readings after its `count`-th telemetry message."""
     previous_sample = previous or TelemetrySample(time_s)
     mean = telemetry.power_w
     if mean is not None and previous_sample.power_w is not None:
@@ -205,19 +205,14 @@ def _apply_claim(status: DeviceStatus, message: wire.Claim, time_s: float) -> De
     idle_status = replace(status, doing=None)
     if message.code in NO_REFUSAL:
         return idle_status
-    last_decline = status.refusal
-    if last_decline is not None and (last_decline.job, last_decline.round, last_decline.code, last_decline.reason) == (
-        message.job,
-        message.round,
-        message.code,
-        message.reason,
-    ):
+    decline = LatestDecline(time_s, message.code, message.reason, message.job, message.round)
+    if status.refusal is not None and replace(status.refusal, at=time_s) == decline:
         return idle_status  # a repeated decline of a repeated task
-    return replace(idle_status, refusal=LatestDecline(time_s, message.code, message.reason, message.job, message.round))
+    return replace(idle_status, refusal=decline)
 
 
 def _apply_clock_skew(status: DeviceStatus, clock_s: float | None, time_s: float) -> DeviceStatus:
-    """Store the clock's offset if it exceeds the stored offset, or if that is older than SKEW_KEPT_S."""
+    """Return the status with the clock's offset, if it exceeds the stored offset or this is older than SKEW_KEPT_S."""
     if clock_s is None:
         return status
     skew_s = clock_s - time_s
@@ -244,9 +239,9 @@ create table if not exists readings (
     step integer, at integer, board integer, power_w real, power_most_w real, temperature_c real,
     available_bytes integer, task_bytes integer, battery real, served integer, drift real, accuracy real,
     primary key (step, at, board)) without rowid;
--- since when the coordinator has not reached its broker, in wall-clock seconds; null: it does
+-- start of the broker outage in wall-clock seconds, or null while the coordinator is connected
 create table if not exists contact (id integer primary key check (id = 1), away real);
--- devices that the coordinator is to remove
+-- devices to be removed by the coordinator
 create table if not exists removals (device text primary key);
 """
 _decoded: Final = msgspec.json.Decoder(DeviceStatus).decode
@@ -260,7 +255,7 @@ from readings where step = :step and at >= :begin and at < :end group by at / :t
 
 
 class TelemetryStore:
-    """Database of device statuses and readings, with one writing process and any number of readers."""
+    """Database of statuses and readings, with one writing process. Methods raise StoreError if the file is unusable."""
 
     def __init__(self, home: Path, *, writes: bool = False) -> None:
         self._home = home
@@ -285,10 +280,7 @@ class TelemetryStore:
         self._db.close()
 
     def _open_database(self, writes: bool) -> sqlite3.Connection:
-        """Open the database, or an empty database in memory for a reader without a file.
-
-        Raises StoreError if the tables have another version.
-        """
+        """Open the database, or an empty one in memory for a reader without a file."""
         path = self._home / NAME
         if not writes and not path.is_file():
             return _open_empty_database()
@@ -301,8 +293,8 @@ class TelemetryStore:
             version = int(db.execute("pragma user_version").fetchone()[0])
             if version not in (0, VERSION):
                 raise StoreError(
-                    f"{self._home / NAME} has tables of version {version}, and this fedquilt uses {VERSION}: use the "
-                    "fedquilt that wrote it, or remove the file, on which no run depends"
+                    f"{self._home / NAME} has tables of version {version}, but this fedquilt uses {VERSION}: use the "
+                    "fedquilt version that wrote the file, or remove the file, which only contains monitoring data"
                 )
             if not version and not writes:  # the writer is still creating the tables
                 db.close()
@@ -337,6 +329,7 @@ class TelemetryStore:
             self._db.execute("insert or replace into contact (id, away) values (1, ?)", (since,))
 
     def downsample_readings(self, now: float) -> None:
+        """Merge complete intervals into the coarser resolutions, and delete readings older than their retention."""
         with _convert_database_errors(self._home), transaction(self._db):
             for (step, _), (to, kept_s) in itertools.pairwise(STEPS):
                 last = self._db.execute("select max(at) from readings where step = ?", (to,)).fetchone()[0]
@@ -359,12 +352,14 @@ class TelemetryStore:
             self._db.executemany("insert or ignore into removals values (?)", [(device,) for device in devices])
 
     def take_removals(self) -> list[str]:
+        """Return the devices whose removal was requested, and delete the requests."""
         with _convert_database_errors(self._home):
             devices = [str(device) for (device,) in self._db.execute("select device from removals order by device")]
             self._db.executemany("delete from removals where device = ?", [(device,) for device in devices])
         return devices
 
     def broker_outage_start(self) -> float | None:
+        """Return the wall-clock start of the running broker outage, or None."""
         with _convert_database_errors(self._home):
             row: tuple[float | None] | None = self._db.execute("select away from contact").fetchone()
         return None if row is None else row[0]
@@ -382,7 +377,7 @@ class TelemetryStore:
         return statuses
 
     def latest_readings(self, now: float) -> dict[str, TelemetrySample]:
-        """Return each device's latest reading, if not older than FRESH_S."""
+        """Return each device's latest reading at the finest resolution, if not older than FRESH_S."""
         step, readings = STEPS[0][0], dict[int, TelemetrySample]()
         with _convert_database_errors(self._home):
             devices = dict(self._db.execute("select id, device from boards"))
@@ -396,7 +391,7 @@ class TelemetryStore:
         return {devices[board]: reading for board, reading in readings.items() if board in devices}
 
     def load_readings(self, device: str, begin: float, end: float) -> list[TelemetrySample]:
-        """Return a device's readings from `begin` to `end`, oldest first, at the finest resolution still stored."""
+        """Return a device's readings from `begin` to `end`, oldest first, at the finest stored resolution."""
         step = next((step for step, kept_s in STEPS if begin >= end - kept_s), STEPS[-1][0])
         times = range(int(begin) // step * step, int(end) + 1, step)
         with _convert_database_errors(self._home):
@@ -422,6 +417,6 @@ def _convert_database_errors(home: Path) -> Iterator[None]:
         yield
     except (sqlite3.Error, OSError) as error:
         raise StoreError(
-            f"cannot use {home / NAME}: {describe_database_error(home, error)}. If it is damaged it may be removed: no "
-            "run depends on it"
+            f"{home / NAME} cannot be used: {describe_database_error(home, error)}. A damaged file may be removed: it "
+            "only contains monitoring data"
         ) from None

@@ -31,6 +31,7 @@ class DeviceLeases:
         self._ended_lease_s: dict[str, float] = {}  # job -> device seconds of ended leases
 
     def acquire_device(self, device: str, job: str, now_s: float) -> bool:
+        """Reserve a device for a job unless another job holds it. Return whether the job holds the device."""
         holding_job = self._job_by_device.get(device)
         if holding_job is None:
             self._job_by_device[device], self._started_s[device] = job, now_s
@@ -58,6 +59,7 @@ class DeviceLeases:
         return device_sets[0] if len(device_sets) == 1 else _NONE.union(*device_sets)
 
     def device_seconds(self, job: str, now_s: float) -> float:
+        """Return the seconds of a job's running and ended leases, summed over devices."""
         devices = self._devices_by_job.get(job)
         running_s = len(devices) * now_s - self._start_sums_s[job] if devices else 0.0
         return self._ended_lease_s.get(job, 0.0) + running_s
@@ -95,10 +97,9 @@ class JobUsage(NamedTuple):
 
 
 def is_schedulable(row: StoredJob, only: str | None) -> bool:
-    """Return whether this coordinator may run a job.
+    """Return whether this coordinator may run a job: the job `only` or, without it, all from `fedquilt run`.
 
-    With `only`, that is the job with this id. Otherwise that is every job submitted by `fedquilt run`: simulated jobs
-    bring their own devices and are run by the process that started them.
+    Simulated jobs bring their own devices, so that the process that started them runs them.
     """
     return row.id == only if only is not None else row.origin == "run"
 
@@ -138,8 +139,9 @@ def select_jobs(
 def devices_to_yield(job: str, usages: Mapping[str, JobUsage]) -> set[str]:
     """Return the devices that a job must leave to jobs behind it.
 
-    A job yields to every working job whose device time is more than one round behind its own. Without this rule, a job
-    with short tasks would take its competitor's devices back after each of the competitor's rounds.
+    A job yields the cohort of every working job whose device time is lower by more than one round of the first job.
+    Without this rule, a job with short tasks would take its competitor's devices back after each of the competitor's
+    rounds.
     """
     own_usage = usages[job]
     other_cohorts = (

@@ -1,7 +1,7 @@
 """Devices of a fleet: their latest messages, rebuilt at every start, and whether they can be reached.
 
 A broker publishes the last will of a device, but not after a power loss of its own or behind a bridge. So a device
-without messages for QUIET_LIMIT_S is asked for its presence, and counts as silent if there is no answer.
+without messages for QUIET_LIMIT_S receives presence requests, and counts as silent if it does not answer.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ MAX_STEP_S: Final = 1.0  # longest counted time between two steps, since message
 
 
 class ReachabilityChange(NamedTuple):
-    devices_to_ask: list[str]  # devices whose presence is to be requested
-    silent: list[str]
+    devices_to_request: list[str]  # devices whose presence is to be requested
+    silent: list[str]  # devices that have become silent
 
 
 class SilenceDetector:
@@ -88,9 +88,8 @@ class SilenceDetector:
     """
 
     def __init__(self) -> None:
-        self._last_contact_s: OrderedDict[str, float] = (
-            OrderedDict()
-        )  # device -> time of the latest message, earliest first
+        # device -> time of the latest message, earliest first
+        self._last_contact_s: OrderedDict[str, float] = OrderedDict()
         self._requests: OrderedDict[str, tuple[float, int]] = OrderedDict()  # device -> next request, requests so far
         self._silent: set[str] = set()
         self._now_s = self._listening_s = 0.0  # time of the owner's clock, and counted time
@@ -119,15 +118,15 @@ class SilenceDetector:
         self._silent.discard(device)
 
     def step(self, now_s: float, can_receive: bool) -> ReachabilityChange:
-        """Return the devices whose presence is to be requested, and the devices that have become silent."""
+        """Advance the clock. Return the devices to request presence from, and newly silent devices."""
         elapsed_s = min(now_s - self._now_s, MAX_STEP_S) if can_receive else 0.0
         self._now_s, self._listening_s = now_s, self._listening_s + elapsed_s
         self._request_budget = min(self._request_budget + REQUESTS_PER_S * elapsed_s, REQUESTS_PER_S)
-        devices_to_ask, silent_devices = list[str](), list[str]()
+        devices_to_request, silent_devices = list[str](), list[str]()
         while self._requests and next(iter(self._requests.values()))[0] <= self._listening_s:
             device, (_, requests) = self._requests.popitem(last=False)
             if requests < MAX_REQUESTS:
-                devices_to_ask.append(device)
+                devices_to_request.append(device)
                 self._requests[device] = self._listening_s + REQUEST_INTERVAL_S, requests + 1
             else:
                 silent_devices.append(device)
@@ -135,9 +134,9 @@ class SilenceDetector:
         while self._request_budget >= 1 and self._last_contact_s and self._next_quiet_s() <= self._listening_s:
             device, _ = self._last_contact_s.popitem(last=False)
             self._request_budget -= 1
-            devices_to_ask.append(device)
+            devices_to_request.append(device)
             self._requests[device] = self._listening_s + REQUEST_INTERVAL_S, 1
-        return ReachabilityChange(devices_to_ask, silent_devices)
+        return ReachabilityChange(devices_to_request, silent_devices)
 
     def next_step_s(self) -> float:
         """Return the time of the owner's clock at which `step` may return a device."""
@@ -219,7 +218,9 @@ class DeviceRegistry:
         if message.boot in seqs and record.agents[-1][0] != message.boot:
             record.return_count += 1
             if record.return_count == MAX_AGENT_RETURNS:
-                log.warning("two agents use the id %s in turn: give each its own `device`", device)
+                log.warning(
+                    "device id %s is used by two agents: set a different `device` in agent.toml of each", device
+                )
         other_agents = [agent for agent in record.agents if agent[0] != message.boot]
         record.agents = (*other_agents[-1:], (message.boot, message.seq))
 
@@ -256,7 +257,7 @@ class DeviceRegistry:
         record.profile = profile
 
     def set_site_right(self, device: str, right: SiteRight | None) -> None:
-        """Set the site right of a device. If the right has changed, delete the device's profile."""
+        """Set the site right of a device. A change deletes the profile, which was limited to the previous right."""
         record = self.devices.get(device)
         if right == (record.site_right if record else None):
             return
@@ -280,7 +281,7 @@ class DeviceRegistry:
         return record.profile if record else None
 
     def agent_start_key(self, device: str) -> str:
-        """Return a text that changes when the device's agent restarts, changes its profile or frees disk space."""
+        """Return a text that changes when the agent restarts, changes its profile or frees disk space, or ""."""
         record = self.devices.get(device)
         if record is None or not record.boot:
             return ""

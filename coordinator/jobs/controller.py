@@ -2,8 +2,8 @@
 
 A controller uses only devices that are leased to its job, and cancels only its own tasks. Small updates are handled in
 the main loop, large ones by a worker, one after the other. A round waits past its deadline for updates that are late
-only because of their place in the queue. The result of a work item counts only if the job is still in the state in
-which the work item was started.
+only because other updates were transferred or validated first. The result of a work item is used only if the job is
+still in the state in which the work item was started.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class UpdatePipeline:
         return count + len(updates), size + sum(map(total_blob_bytes, updates))
 
     def register_update(self, device: str, update: Update, now_s: float) -> bool:
-        """Register an update before its transfer. Return whether the update is large and must wait for its turn."""
+        """Register an update before its transfer. Return whether it is large and waits for its turn."""
         if total_blob_bytes(update) < self._context.worker.large_bytes:
             return False
         if self._queued_updates.get(device) != update and now_s < self._extended_deadline_s:
@@ -84,11 +84,10 @@ class UpdatePipeline:
         return decisions.next_decision_s(decisions.delay_attempt(self._job.job_state, self.lost_s))
 
     def wait_limit_s(self, now_s: float) -> float:
-        """Return the time of the deadline, or later, until which the round waits for punctual updates.
+        """Return the deadline, or the later time until which the round waits for punctual updates.
 
         Updates are punctual if they were received in time and are still being validated, or were announced in time and
-        had to wait for their turn. The deadline of the latter moves by their waiting time. The round of a site has a
-        fixed end.
+        had to wait for their transfer, which moves their deadline. The round of a site has a fixed end.
         """
         deadline_s, latest_s = self._extended_deadline_s, decisions.site_deadline_s(self._job.job_state)
         if self._punctual_devices:
@@ -102,7 +101,7 @@ class UpdatePipeline:
         return min(deadline_s + max(map(self._executor.transfer_wait_s, self._queued_updates), default=0.0), latest_s)
 
     def wait_for_punctual_updates(self, now_s: float) -> bool:
-        """Return whether the round waits past its deadline. Move late devices to the end of the transfer queue."""
+        """Return whether the round waits past its deadline. Late devices lose their transfer turn to others."""
         deadline_s = self._extended_deadline_s
         if not deadline_s <= now_s < self.wait_limit_s(now_s) or decisions.has_full_cohort(self._job.job_state):
             return False
@@ -156,21 +155,23 @@ class UpdatePipeline:
         try:
             result = validation()
         except job_blobs.LostUpdateError as lost:
-            text = "%s's update could not be read (%s); it will offer it again"
+            text = "update of %s could not be read (%s): the device will submit it again"
             log.warning(text, device, lost.reason, extra=log_ids(device=device))
             return self._controller.handle_input(responses.UpdateReceived(device, lost.reason), now_s)
         except job_blobs.UnreadableError as error:  # the device announces the update again when the job continues
             return self._controller.handle_failure(error, now_s)
         if result.implausible_claims:
-            log.warning("%s claims what cannot be: %s", device, result.implausible_claims, extra=log_ids(device=device))
+            log.warning(
+                "%s: implausible claims corrected: %s", device, result.implausible_claims, extra=log_ids(device=device)
+            )
         self._controller.handle_input(result, now_s)
 
     def start_folding(self) -> None:
+        """Fold the next accepted update in the worker, if updates are large and no fold or commit runs."""
         if self._is_large and not self._is_folding and self._job.has_updates_to_fold():
             self._is_folding = True
-            self._context.start_work(
-                self._job.build_fold(self._context.worker.min_unsaved_ratio), self._record_partial_aggregate
-            )
+            fold = self._job.build_fold(self._context.worker.min_unsaved_ratio)
+            self._context.start_work(fold, self._record_partial_aggregate)
 
     def _record_partial_aggregate(self, result: Callable[[], events.UpdatesAggregated | None], now_s: float) -> None:
         self._is_folding = False
@@ -187,7 +188,7 @@ class UpdatePipeline:
             self._context.garbage.add_candidates(aggregated_blobs, urgent=True)
 
     def commit_round(self, now_s: float) -> bool:
-        """Commit the round, in the worker if updates are large. Return whether the round is committed already."""
+        """Commit the round, in the worker if updates are large. Return whether the commit has ended, or failed."""
         if self._is_folding:
             return False
         commit = self._job.build_commit(now_s)
@@ -221,14 +222,12 @@ class UpdatePipeline:
             return None
 
 
-START_S = 20.0  # after the activation of a job, for which selected devices count as working without a message
+START_S = 20.0  # time after the activation of a job for which selected devices count as working without a message
 IMMEDIATE_ACTIONS = frozenset((responses.FetchUpdate, responses.ValidateUpdate))  # actions without external effect
 Observe = Callable[[JobView, events.AnyEvent], None]
 
 
 class CoordinatorContext:
-    """Services shared by all jobs of a coordinator."""
-
     def __init__(self, executor: Executor, store: Store, observe: Observe, worker: BackgroundWorker) -> None:
         self.executor, self.store, self.observe, self.worker = executor, store, observe, worker
         self.registry, self.leases = DeviceRegistry(), DeviceLeases()
@@ -255,10 +254,12 @@ class CoordinatorContext:
         self.send_unsent_task(device, now_s)
 
     def release_device(self, device: str, job: str, now_s: float) -> None:
+        """End a job's lease on a device, and send the device its task of another job that waits for the device."""
         if self.leases.release_device(device, job, now_s):
             self.send_unsent_task(device, now_s)
 
     def send_unsent_task(self, device: str, now_s: float) -> None:
+        """Send a free device its task of the first active job that waits for the device."""
         for controller in self.jobs.values():
             if device in controller.unsent_devices:
                 controller.unsent_devices.remove(device)
@@ -276,15 +277,13 @@ class CoordinatorContext:
         if epoch < self.store.epoch:
             return
         if device in self._epoch_raising_devices or epoch > self.store.epoch + validation.MAX_EPOCH_LEAD:
-            log.warning(
-                "%s claims to know start %d of the coordinator: ignored", device, epoch, extra=log_ids(device=device)
-            )
+            log.warning("%s: implausible coordinator epoch %d ignored", device, epoch, extra=log_ids(device=device))
             return
         self._epoch_raising_devices.add(device)
         self.raise_epoch(epoch)
 
     def raise_epoch(self, min_epoch: int) -> None:
-        """Start an epoch above `min_epoch`, unless the present epoch is higher already."""
+        """Start an epoch above `min_epoch` for the executor and all jobs, unless the present epoch is higher."""
         if min_epoch >= self.store.epoch:
             self.executor.set_epoch(self.store.begin_epoch(min_epoch))
             for id in self.jobs:
@@ -328,6 +327,7 @@ class JobController:
         return self.job.job_state.phase in events.ENDED_PHASES
 
     def activate(self, now_s: float) -> None:
+        """Mark the job as running, resume a stopped or failed job, and send its open tasks."""
         self._context.store.mark_running(self.id)
         if self.job.job_state.phase in ("stopped", "failed"):
             self.record_event(events.JobResumed(), now_s)
@@ -349,12 +349,8 @@ class JobController:
     def compute_usage(self, now_s: float) -> fair_share.JobUsage:
         device_time_s = self._device_time_s(now_s)
         round_s, previous_time_s = self._device_times
-        return fair_share.JobUsage(
-            device_time_s,
-            max(round_s, device_time_s - previous_time_s),
-            self.job.job_state.cohort,
-            not self._is_idle(now_s),
-        )
+        round_s = max(round_s, device_time_s - previous_time_s)
+        return fair_share.JobUsage(device_time_s, round_s, self.job.job_state.cohort, not self._is_idle(now_s))
 
     def raise_usage_while_idle(self, min_usage_s: float, now_s: float) -> None:
         """Raise the usage of an idle job to `min_usage_s`, the least usage of all working jobs.
@@ -373,9 +369,11 @@ class JobController:
         return has_enough_devices and not free.isdisjoint(self._context.leases.devices_of_other_jobs(self.id))
 
     def _device_time_s(self, now_s: float) -> float:
+        """Return the seconds of leased devices, summed over devices and divided by the job's priority."""
         return self._context.leases.device_seconds(self.id, now_s) / self.job.job.priority
 
     def blobs_in_use(self) -> set[str]:
+        """Return the sha256 of blobs that the job needs besides those in its event log."""
         state = self.job.job_state
         aggregated_devices = state.partial_aggregate.devices if state.partial_aggregate else ()
         unaggregated_updates = [
@@ -412,6 +410,7 @@ class JobController:
         self.handle_input(responses.UpdateAnnounced(device, stored_update, manifest_problem=problem), now_s)
 
     def handle_input(self, input: responses.Input, now_s: float) -> None:
+        """Record the events and carry out the actions that follow from an input (`responses.decide_response`)."""
         decision = responses.decide_response(
             self.id, self.job.job_state, self.arriving_updates.get(input.device), input, now_s
         )
@@ -477,7 +476,8 @@ class JobController:
             return self.handle_failure(error, now_s)
         if task is None:
             self.record_event(
-                events.TaskDeclined(job.job_state.round, device, NO_WORK, "the method has nothing for it now"), now_s
+                events.TaskDeclined(job.job_state.round, device, NO_WORK, "the method has no task for this device now"),
+                now_s,
             )
             return context.release_device(device, self.id, now_s)
         try:
@@ -543,17 +543,17 @@ class JobController:
         return self._context.registry.find_unreachable(state.pending_devices | state.expected_devices, now_s)
 
     def handle_failure(self, error: Exception, now_s: float) -> None:
-        """End the job after an error of the method, suspend the job after a failed read, or raise the error again."""
+        """Suspend the job if its data cannot be read, or fail it. StoreError and MemoryError are raised again."""
         if (read_error := job_blobs.suspension_reason(error)) is not None:
             self.read_error = read_error
             return
         if isinstance(error, StoreError | MemoryError):
             raise error
-        log.error("%s failed in its method", self.id, exc_info=error, extra=log_ids(run=self.id))
+        log.error("%s: the method failed, and ends the job", self.id, exc_info=error, extra=log_ids(run=self.id))
         self.record_event(events.failure_event(error), now_s)
 
     def record_event(self, event: events.AnyEvent, now_s: float, commit: CommitResult | None = None) -> None:
-        """Record an event, then send or cancel the tasks that follow. A JobError fails the job."""
+        """Record an event, then send or cancel the tasks that follow. An event that is not allowed fails the job."""
         job = self.job
         previous_state = job.job_state
         try:
@@ -578,7 +578,7 @@ class JobController:
                 self._cancel_tasks(set(job.job_state.silent_devices) - job.job_state.pending_devices, now_s)
             case events.UpdateLost():
                 ids = log_ids(run=job.id, round=event.round, device=event.device)
-                log.warning("%s: %s's update is asked for again: %s", job.id, event.device, event.reason, extra=ids)
+                log.warning("%s: %s's update is requested again: %s", job.id, event.device, event.reason, extra=ids)
                 self._context.raise_epoch(self._context.store.epoch)
                 self.send_task(event.device, now_s)
             case events.RoundClosed() | events.JobEnded():
@@ -586,7 +586,8 @@ class JobController:
             case events.RoundCommitted() if commit is not None:
                 self._context.garbage.add_candidates(job.blobs_released_by_commit(previous_state))
                 job.start_next_round(commit)
-                self._device_times = ((had_s := self._device_time_s(now_s)) - self._device_times[1], had_s)
+                device_time_s = self._device_time_s(now_s)
+                self._device_times = (device_time_s - self._device_times[1], device_time_s)
         if isinstance(event, events.RoundCommitted | events.JobEnded):
             self._context.store.snapshots.save_if_due(job.id, job.snapshot)
         self.schedule_publication()

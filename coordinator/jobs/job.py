@@ -67,8 +67,8 @@ CACHED_TASKS: Final = 2  # tasks whose encoded tensors are cached
 class RunningJob:
     """Active job, which continues from its event log after `use_loaded_state`.
 
-    States and updates of at least `large_bytes` are kept on disk and handled by a worker. The running attempt has its
-    whole deadline again or, with `by_wall`, the remaining time by the wall clock (`decisions.restart_event`).
+    States and updates of at least `large_bytes` are kept on disk and handled by a worker. The running attempt restarts
+    with its whole deadline or, with `by_wall`, keeps its start in wall-clock time (`decisions.restart_event`).
     """
 
     def __init__(
@@ -92,9 +92,8 @@ class RunningJob:
             self.engines, row.job.cohort, row.job.wire.codec, tuple(required_packages(row.job, self.bundle).items())
         )
         self.state: Any = None
-        self.class_counts: tuple[
-            int, ...
-        ] = ()  # held-out examples of each class in the latest evaluation outside of rounds
+        # held-out examples of each class in the latest evaluation outside of rounds
+        self.class_counts: tuple[int, ...] = ()
         self._sent_blobs: set[str] = set()  # sha256 of the blobs of the running round's tasks
         self._encoded_bundles: EncodedBundles = {}  # most recently used bundles
         self._losses: dict[int, float] = {}  # completed rounds -> loss, since the activation of the job
@@ -127,6 +126,7 @@ class RunningJob:
         return partial(self._model_states.load_starting_state, self.job_state)
 
     def use_loaded_state(self, loaded: LoadedState, now_s: float) -> None:
+        """Start or restart the job with the result of `build_state_loader`, and record the event."""
         if self.job_state.state is None:
             self.record_event(events.JobStarted(loaded.ref, loaded.has_evaluation_rounds), now_s)
         elif self._by_wall and (event := restart_event(self.job_state, now_s)) is not None:
@@ -136,6 +136,7 @@ class RunningJob:
         self._reset_round_caches()
 
     def record_event(self, event: events.AnyEvent, now_s: float) -> None:
+        """Write an event, then apply it. Raise JobError, without writing, if the job state forbids the event."""
         new_state = apply_event(self.job_state, event, now_s)
         self._store.append_event(self.id, event)
         self._apply_event(event, new_state)
@@ -186,6 +187,7 @@ class RunningJob:
         return task
 
     def _class_shares(self) -> tuple[float, ...] | None:
+        """Return the class shares for an evaluation, () if all classes count equally, or None without class priors."""
         if not self.job_state.constants.class_priors:
             return None
         if self.job_state.parent_order is not None:
@@ -195,18 +197,16 @@ class RunningJob:
         return evaluation.class_shares(self.class_counts or self.job_state.class_counts)
 
     def device_workload(self, device: str, profile: Profile | None) -> DeviceWorkload:
-        """Return the device's estimated work in the running round, empty if the method has none for the device."""
+        """Return the predicted workload of a device's task, which is empty without a task."""
         workload = self._workloads.get(device)
         if workload is None or workload.profile != profile:
             task_spec = self._task_spec_for_device(device, profile)
             workload = DeviceWorkload(WorkEstimate(), profile)
             if task_spec is not None:
-                usable_engines = [
-                    engine for engine in self.engines if profile is not None and engine in profile.engines
-                ]
-                workload = self._workload_of_task_spec(
-                    task_spec, (usable_engines or self.engines)[0], self.job_state.task_actions
-                )._replace(profile=profile)
+                engines = [engine for engine in self.engines if profile is not None and engine in profile.engines]
+                engine = (engines or self.engines)[0]
+                workload = self._workload_of_task_spec(task_spec, engine, self.job_state.task_actions)
+                workload = workload._replace(profile=profile)
             self._workloads[device] = workload
             self._task_specs.pop(device, None)
             if task_spec is not None:
@@ -230,9 +230,10 @@ class RunningJob:
         snapshots: Mapping[str, DeviceSnapshot],
         device_kinds: Mapping[tuple[int, tuple[str, ...]], int],
     ) -> tuple[str, ...]:
-        """Return sentences on the devices that can take part in the round, or () if nothing is to report.
+        """Return sentences on the devices that can take part in the round, or ().
 
-        After the first round, sentences are returned only if some device cannot take part.
+        They are returned for the first selection of the first round, and of later rounds if some device cannot take
+        part.
         """
         sample_device = event.devices[0] if event.devices else ""
         task_spec = self._task_spec_for_device(
@@ -262,18 +263,12 @@ class RunningJob:
 
     def manifest_problem(self, update: Update, profile: Profile | None = None) -> str:
         """Return why an update's manifest is invalid, or "" if valid or not of the running round."""
-        if (
-            update.device not in self.job_state.pending_devices
-            or update.round != self.job_state.round
-            or update.job != self.id
-        ):
+        is_of_round = (update.job, update.round) == (self.id, self.job_state.round)
+        if not is_of_round or update.device not in self.job_state.pending_devices:
             return ""
         if self._manifest_validator is None:
-            schema = (
-                self._active_method.aggregation.schema(self.state)
-                if "work" in self.job_state.task_actions
-                else UpdateSchema({})
-            )
+            has_work = "work" in self.job_state.task_actions
+            schema = self._active_method.aggregation.schema(self.state) if has_work else UpdateSchema({})
             self._manifest_validator = validation.ManifestValidator(schema, self.job.wire)
         return self._manifest_validator.manifest_problem(update, profile.site_device_count if profile else 0)
 
@@ -298,10 +293,8 @@ class RunningJob:
         max_weight = self.snapshot.weights.largest_allowed(device, limit)
         max_examples = self.snapshot.example_counts.largest_allowed(device, limit)
         work, check = "work" in self.job_state.task_actions, "check" in self.job_state.task_actions
-        priors = self.job_state.constants.class_priors
-        bounds = validation.ClaimBounds(
-            workload, limit_s, max_weight, max_examples, right, check, *self._prediction_task, priors
-        )
+        priors, task = self.job_state.constants.class_priors, self._prediction_task
+        bounds = validation.ClaimBounds(workload, limit_s, max_weight, max_examples, right, check, *task, priors)
         read_update = self.build_update_reader(update, profile, bounds, large=large)
 
         def validate() -> UpdateValidated:
@@ -333,8 +326,8 @@ class RunningJob:
 
         def read(update: Update) -> Update:
             if large:
-                return aggregator.validate_large_update(update, find_base, bounds)
-            return aggregator.read_update(update, job_state, find_base, bounds)
+                return aggregator.decode_large_update(update, find_base, bounds)
+            return aggregator.decode_update(update, job_state, find_base, bounds)
 
         return read
 
@@ -373,12 +366,10 @@ class RunningJob:
             state = self._active_method.step(state, self.aggregator.take_aggregate(job_state))
             validation.require_finite_state(state, tuple(sorted(job_state.accepted_updates)))
         usage, finished, updates = job_state.usage, self.method.is_done(state), job_state.accepted_updates.values()
-        unmetered_note = (
-            describe_unmetered_tasks(self.job.stop, usage) if usage.metered or not job_state.round else None
-        )
-        early_end_note = (
-            None if finished else describe_early_end(self.method, self.job.method, self.job.rounds, job_state.round)
-        )
+        reports_usage = usage.metered or not job_state.round
+        unmetered_note = describe_unmetered_tasks(self.job.stop, usage) if reports_usage else None
+        end_note = describe_early_end(self.method, self.job.method, self.job.rounds, job_state.round)
+        early_end_note = None if finished else end_note
         mean_metrics, evaluation = average_metrics(updates), aggregate_evaluations(updates)
         new_best = job_state.best_after(evaluation) if evaluation is not None else None
         if "work" in job_state.task_actions and not job_state.is_evaluation_round and "loss" in mean_metrics:
@@ -456,11 +447,8 @@ class RunningJob:
 
     @property
     def _active_method(self) -> Method | EvaluationRound:
-        return (
-            self.method.evaluation_round
-            if self.job_state.is_evaluation_round and self.method.evaluation_round
-            else self.method
-        )
+        is_evaluation_round = self.job_state.is_evaluation_round
+        return (self.method.evaluation_round if is_evaluation_round else None) or self.method
 
     def _apply_event(self, event: events.AnyEvent, new_state: JobState) -> None:
         for device in event.epochs if isinstance(event, events.CohortSelected) else ():
@@ -483,10 +471,10 @@ class RunningJob:
 
 
 def describe_early_end(method: Method, name: str, rounds: int, round: int) -> str | None:
-    """Return a sentence on a job that ends before its method has finished, or None."""
+    """Return a note after the last round if the method has an end of its own, or else None."""
     if method.is_done is Method.is_done or round + 1 < rounds:
         return None
-    return f"the job's {rounds} rounds are over before {name} has ended: the result is what it has so far; raise rounds"
+    return f"{name} has not finished after the job's {rounds} rounds, and the result is preliminary: raise rounds"
 
 
 def decide_next_event(
@@ -499,7 +487,10 @@ def decide_next_event(
     lost_s: float = 0.0,
     unreachable_devices: AbstractSet[str] = frozenset(),
 ) -> events.AnyEvent | None:
-    """Return the next event of a job, or None if nothing is due. Changes in eligibility precede a selection."""
+    """Return the next event of a job, or None if nothing is due. Changes of eligibility precede a selection.
+
+    `busy` are devices reserved for other jobs, and `lost_s` extends the deadline. See `decisions.decide_event`.
+    """
 
     def workload_of(device: str) -> DeviceWorkload:
         return job.device_workload(device, registry.latest_profile(device))
@@ -542,16 +533,17 @@ def _devices_over_share(
     max_devices: float,
     decide: Callable[[], events.AnyEvent | None],
 ) -> set[str]:
-    """Return the eligible devices that only the submitter's share limit excludes from the cohort."""
+    """Return the eligible devices that only the submitter's share limit excludes from the cohort.
+
+    `decide` returns the event without this limit.
+    """
     if event is None:
         recorded_devices = {device for device in job.job_state.eligibility.devices_with(SHARE) if device in free}
         if recorded_devices or max_devices >= 1:
             return recorded_devices
     elif len(event.devices) < max_devices:
         return set()
-    larger_cohort, selected_devices = decide(), event.devices if event is not None else ()
-    return (
-        set(larger_cohort.devices).difference(selected_devices)
-        if isinstance(larger_cohort, events.CohortSelected)
-        else set()
-    )
+    larger_cohort = decide()
+    if not isinstance(larger_cohort, events.CohortSelected):
+        return set()
+    return set(larger_cohort.devices).difference(event.devices if event is not None else ())

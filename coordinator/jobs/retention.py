@@ -9,8 +9,8 @@ which blobs a coordinator deletes. Invariant: while any of these roots holds a b
 - Blobs of unacknowledged updates that simulated devices have stored here (`Executor.unacknowledged_update_blobs`).
 - Blobs that a work item has stored or found, until its result is recorded (`BlobStore.pin_during`).
 
-The roots are read, and garbage is deleted, in one write transaction of the database, at the end of a step, when every
-event of the step is written. A process that adds a root from outside checks the blob in the transaction that adds it.
+The roots are read, and garbage is deleted, in one write transaction of the database, after all events of a step are
+written. Another process that adds a root checks in the transaction of this root that the blob exists.
 
 A run is first removed from the database, in one transaction, and its files afterwards. So after a kill at any moment
 every run in the database is complete. Files that remain belong to no run, and the next removal deletes them.
@@ -42,6 +42,8 @@ log = logging.getLogger("fedquilt.coordinator")
 
 
 class GarbageCollector:
+    """Deletion of blobs that no root needs. `in_use` returns the sha256 of blobs that active jobs need."""
+
     def __init__(self, store: Store, in_use: Callable[[], AbstractSet[str]] = frozenset) -> None:
         self._store, self._in_use = store, in_use
         self._candidates: set[str] = set()
@@ -53,6 +55,7 @@ class GarbageCollector:
         self._is_urgent = self._is_urgent or urgent
 
     def add_all_blobs(self) -> None:
+        """Make every blob of the store a candidate for the next `collect`."""
         self._includes_all = True
 
     def is_due(self, updates: int) -> bool:
@@ -69,7 +72,9 @@ class GarbageCollector:
         with self._store.open_transaction():
             if damaged_ids := self._store.find_damaged_ids():
                 if self._includes_all:
-                    log.error("unreferenced blobs are kept: the log of %s is damaged", ", ".join(damaged_ids))
+                    log.error(
+                        "unreferenced blobs are kept because the event log of %s is damaged", ", ".join(damaged_ids)
+                    )
             else:
                 roots = self._store.referenced_blobs() | self._in_use()
                 if self._includes_all:
@@ -92,18 +97,18 @@ class RemovedFiles(NamedTuple):
     blobs_left: bool  # whether unreferenced blobs remain, because a coordinator runs or a log is damaged
 
 
-def find_run(store: Store, run: str) -> StoredJob | UnreadableRow:
-    """Return a run by its id, even if this version cannot read the run. The name of a job selects its latest run."""
+def find_run(store: Store, id_or_name: str) -> StoredJob | UnreadableRow:
+    """Return a run by its id, readable or not, or the latest run of a job by name. Raise StoreError if unknown."""
     for row in reversed(store.all_jobs()):
-        if run == row.id or (isinstance(row, StoredJob) and run == row.job.name):
+        if id_or_name == row.id or (isinstance(row, StoredJob) and id_or_name == row.job.name):
             return row
-    return store.find_job(run)  # raises a JobError that lists the runs
+    return store.find_job(id_or_name)  # raises a StoreError that lists the runs
 
 
 def select_expired_runs(store: Store, now: float, keep: int | None, older_s: float | None) -> list[str]:
     """Return the ids of ended runs to delete, oldest first.
 
-    The `keep` latest runs and those that ended within `older_s` stay.
+    The `keep` latest ended runs are not returned, nor those that ended less than `older_s` seconds before `now`.
     """
     ended_runs = [row for row in store.all_jobs() if row.status in ENDED_PHASES]
     if keep is not None:
@@ -145,7 +150,10 @@ def _last_event_or_creation_time(row: StoredJob | UnreadableRow, log: IndexedLog
 
 
 def remove_runs(store: Store, ids: Collection[str]) -> RemovedFiles:
-    """Remove runs and every file that no run needs. Without a coordinator, the home stays locked until `close`."""
+    """Remove runs, then files and blobs that no run needs. Raise JobError for a run that a coordinator may work on.
+
+    Without a coordinator, the home stays locked until `store.close`.
+    """
     store.require_inactive(ids)
     is_only_user = store.acquire_lock()
     # on a full disk, the database needs free space to delete runs
@@ -170,8 +178,9 @@ def _remove_unneeded_files(store: Store, is_only_user: bool) -> RemovedFiles:
 
 
 def _remove_files_of_deleted_runs(store: Store) -> tuple[int, int]:
+    """Remove files named after runs that the database lacks. Return their number and bytes."""
     files = total = 0
-    with disk_errors(f"clear {store.home}"):
+    with disk_errors(f"remove files of deleted runs from {store.home}"):
         run_files = list(_files_named_after_runs(store.home))
         run_ids = {row.id for row in store.all_jobs()}  # a run is stored before its files are created
         for path in [path for path, run in run_files if run not in run_ids]:
@@ -185,12 +194,13 @@ def _remove_files_of_deleted_runs(store: Store) -> tuple[int, int]:
 
 
 def _files_named_after_runs(home: Path) -> Iterator[tuple[Path, str]]:
+    """Yield (path, run id) of the files and folders in a home that are named after runs, existing or deleted."""
     for folder, ending in _RUN_FILES:
         if (home / folder).is_dir():
             yield from (
-                (path, run)
+                (path, run_id)
                 for path in (home / folder).iterdir()
-                if path.name.endswith(ending) and _RUN.fullmatch(run := path.name.removesuffix(ending))
+                if path.name.endswith(ending) and _RUN.fullmatch(run_id := path.name.removesuffix(ending))
             )
 
 

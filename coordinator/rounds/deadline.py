@@ -81,6 +81,7 @@ class DeviceWorkload(NamedTuple):
         return work_amount(self.work) or 1.0
 
     def predict_duration_s(self, examples: int = 1) -> float | None:
+        """Return the duration at the fastest operating point, or None without a prediction."""
         return predict_duration_s(self.work, self.profile, examples=examples)
 
 
@@ -100,7 +101,7 @@ class MemoryShortage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def is_at_most(self, other: MemoryShortage) -> bool:
-        """Return whether `other` needs as much memory or more, with the same memory budget."""
+        """Return whether `other` needs at least as much memory as this task, under the same memory budget."""
         if self.budget_bytes != other.budget_bytes:
             return False
         if self.peak_bytes and other.peak_bytes:
@@ -119,14 +120,13 @@ def add_update_duration(
     took_s: float | None,
     expected_s: float | None,
 ) -> DurationsByDevice:
+    """Return the durations with that of an accepted update, or unchanged if `took_s` is None."""
     if took_s is None:
         return durations
-    usage = update.usage
-    amount = work.get(update.device, 1.0)
+    usage, amount = update.usage, work.get(update.device, 1.0)
     transferred_bytes = usage.down_bytes + usage.up_bytes
-    duration = TaskDuration(
-        update.round, took_s, amount, usage.wall_s, expected_s, usage.examples or 1, transferred_bytes
-    )
+    examples = usage.examples or 1
+    duration = TaskDuration(update.round, took_s, amount, usage.wall_s, expected_s, examples, transferred_bytes)
     return add_duration(durations, update.device, duration)
 
 
@@ -177,6 +177,7 @@ def add_duration(durations: DurationsByDevice, device: str, duration: TaskDurati
 def decide_deadline(
     cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
 ) -> DeadlineDecision:
+    """Return the decision of the cohort's policy, between MIN_DEADLINE_S and the cohort's `deadline_s`."""
     decision = POLICIES[cohort.deadline](cohort, durations, workloads)
     if decision.seconds is None:
         return decision
@@ -190,7 +191,7 @@ def decide_fixed(cohort: CohortSettings, durations: DurationsByDevice, workloads
 def decide_by_prediction(
     cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
 ) -> DeadlineDecision:
-    """Decide a high percentile of the devices' 90th percentiles, plus PREDICTION_SLACK, if all are predictable."""
+    """Return a high percentile of the predicted times plus PREDICTION_SLACK, or no deadline if a time is unknown."""
     fleet = FleetDurations.from_durations(durations)
     predictions = [_predict_p90_s(durations.get(device, ()), workload, fleet) for device, workload in workloads.items()]
     times = sorted(time for time in predictions if time is not None)
@@ -213,30 +214,26 @@ class FleetDurations(NamedTuple):
         return max(self.rest_s, self.link.transfer_seconds(workload.bytes))
 
     def assumed_examples(self, own_durations: Sequence[TaskDuration], workload: DeviceWorkload) -> int:
-        """Return a device's number of examples: reported, else the fleet's largest, else the task's."""
+        """Return a device's latest number of examples, or else the fleet's largest, the task's maximum, or 1."""
         reported_examples = own_durations[-1].examples if own_durations else self.examples
         return reported_examples or workload.work.max_examples or 1
 
     @staticmethod
     def from_durations(durations: DurationsByDevice) -> FleetDurations:
-        logs = tuple(
-            statistics.median(ratios) for own_durations in durations.values() if (ratios := _log_ratios(own_durations))
-        )
-        rest_s = max((_longest_rest_s(own_durations) for own_durations in durations.values()), default=0.0)
-        examples = max(
-            (duration.examples for own_durations in durations.values() for duration in own_durations), default=0
-        )
+        ratios_by_device = [_log_ratios(own_durations) for own_durations in durations.values()]
+        log_ratios = tuple(statistics.median(ratios) for ratios in ratios_by_device if ratios)
+        all_durations = [duration for own_durations in durations.values() for duration in own_durations]
+        rest_s = max((duration.rest_s for duration in all_durations), default=0.0)
+        examples = max((duration.examples for duration in all_durations), default=0)
         slowest = max((slowest_pace(own_durations) for own_durations in durations.values()), default=None)
-        link = cost_model.LinkCost.fit_link(
-            [(duration.bytes, duration.rest_s) for own_durations in durations.values() for duration in own_durations]
-        )
-        return FleetDurations(logs, rest_s, slowest, examples, link or DEFAULT_LINK)
+        link = cost_model.LinkCost.fit_link([(duration.bytes, duration.rest_s) for duration in all_durations])
+        return FleetDurations(log_ratios, rest_s, slowest, examples, link or DEFAULT_LINK)
 
 
 def _predict_p90_s(
     own_durations: Sequence[TaskDuration], workload: DeviceWorkload, fleet: FleetDurations
 ) -> float | None:
-    """Return the seconds that a device exceeds once in ten rounds, or None without any data."""
+    """Return the seconds that a device exceeds once in ten rounds, or None if nothing is known about the device."""
     base_s = workload.predict_duration_s(fleet.assumed_examples(own_durations, workload))
     log_ratios = _log_ratios(own_durations)
     if base_s is not None and log_ratios:
@@ -286,23 +283,21 @@ def _p90_ratio(log_ratios: Sequence[float], spread: float) -> float:
 def decide_by_paper(
     cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
 ) -> DeadlineDecision:
-    """Decide the last round's slowest duration times the ratio of work (FedStitch, 4.4), if any is known."""
+    """Return the last round's longest duration times the ratio of work (FedStitch), or none without durations."""
     all_durations = [duration for own_durations in durations.values() for duration in own_durations]
     if not all_durations:
         return DeadlineDecision()
     last_round = max(duration.round for duration in all_durations)
     last_durations = [duration for duration in all_durations if duration.round == last_round]
-    # mu * sigma
-    ratio = max(workload.work_amount for workload in workloads.values()) / max(
-        duration.work for duration in last_durations
-    )
+    last_work = max(duration.work for duration in last_durations)
+    ratio = max(workload.work_amount for workload in workloads.values()) / last_work  # mu * sigma
     return DeadlineDecision(max(duration.seconds for duration in last_durations) * ratio)
 
 
 def decide_by_energy(
     cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
 ) -> DeadlineDecision:
-    """Decide the plan of fewest joules or, with a joule limit, the shortest. Without a plan, decide by prediction."""
+    """Return the duration and epochs of `plan_energy`, or without a plan the decision by prediction."""
     problem = energy_problem(cohort, durations, workloads)
     plan = problem and plan_energy(cohort, *problem)
     if not plan:
@@ -318,9 +313,10 @@ def decide_by_energy(
 def plan_energy(
     cohort: CohortSettings, forecasts: Mapping[str, energy_scheduling.DeviceForecast], passes: int
 ) -> energy_scheduling.EnergyPlan | None:
-    """Return the energy plan within the cohort's limits, or None.
+    """Return the shortest plan within `joules_per_round`, or without this limit the cheapest within `deadline_s`.
 
-    `forecasts` and `passes` are from `energy_problem`.
+    If no plan meets the limit, the plan closest to the limit is returned. The result is None if the devices cannot do
+    all the work. `forecasts` and `passes` come from `energy_problem`.
     """
     if cohort.joules_per_round is not None:
         return energy_scheduling.plan_least_time(forecasts, passes, cohort.joules_per_round)
@@ -330,7 +326,7 @@ def plan_energy(
 def energy_problem(
     cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
 ) -> tuple[dict[str, energy_scheduling.DeviceForecast], int] | None:
-    """Return each device's options, and the examples to train on in total over all epochs.
+    """Return the forecast of each device, and the examples to train on, summed over epochs and devices.
 
     The result is None if the duration of some device, or the joules of all devices, cannot be predicted.
     """
@@ -353,9 +349,11 @@ def energy_problem(
 def _forecast_epoch_choices(
     cohort: CohortSettings, own_durations: Sequence[TaskDuration], workload: DeviceWorkload, fleet: FleetDurations
 ) -> tuple[energy_scheduling.EpochChoice, ...]:
-    """Return a device's choices of time, joules and epochs, or () without a profile or known durations."""
-    # A device without known durations keeps its epochs. Operating points that are both slower and costlier than another
-    # point are left out.
+    """Return a device's choices of time, joules and epochs, or () without a profile or known durations.
+
+    A number of epochs has one choice for each operating point that is the fastest for its joules. Seconds are the 90th
+    percentile, and joules are above idle.
+    """
     own_ratios = _log_ratios(own_durations)
     log_ratios = own_ratios or fleet.log_ratios
     if workload.profile is None or not log_ratios:
@@ -366,26 +364,31 @@ def _forecast_epoch_choices(
     examples, idle_w = fleet.assumed_examples(own_durations, workload), workload.profile.idle_w or 0.0
     points: list[OperatingPoint] = list(workload.profile.points)
     choices: list[energy_scheduling.EpochChoice] = []
+    # without own durations, a device does not train for more epochs than the job's
     max_epochs = int(workload.epochs * MAX_EPOCH_FACTOR) if own_ratios else workload.epochs
-    epoch_counts = (
-        [workload.epochs, *(number for number in range(1, max_epochs + 1) if number != workload.epochs)]
-        if workload.epochs
-        else [0]
-    )
-    for epochs in epoch_counts:
+    for epochs in [workload.epochs, *(number for number in range(1, max_epochs + 1) if number != workload.epochs)]:
         work = (workload.with_epochs(epochs) if epochs else workload).work.total_for_examples(examples)
-        timed_points = [(cost_model.work_seconds(work, point), point) for point in points if point.busy_w is not None]
-        by_time = sorted(
-            ((seconds, point) for seconds, point in timed_points if seconds is not None), key=lambda timed: timed[0]
-        )
-        points, min_joules = [], math.inf
-        for seconds, point in by_time:
-            net_joules = max((cost_model.work_joules(seconds, point) or 0.0) - idle_w * seconds, 0.0) * median_ratio
-            if net_joules < min_joules:
-                min_joules = net_joules
-                points.append(point)
-                choices.append(energy_scheduling.EpochChoice(rest_s + seconds * p90_ratio, net_joules, epochs or 1))
+        efficient_points = _find_efficient_points(points, work, idle_w, median_ratio)
+        points = [point for _, _, point in efficient_points]  # these are enough for the other numbers of epochs
+        choices += [
+            energy_scheduling.EpochChoice(rest_s + seconds * p90_ratio, joules, epochs or 1)
+            for seconds, joules, _ in efficient_points
+        ]
     return tuple(choices)
+
+
+def _find_efficient_points(
+    points: Sequence[OperatingPoint], work: WorkEstimate, idle_w: float, joule_ratio: float
+) -> list[tuple[float, float, OperatingPoint]]:
+    """Return (seconds, joules above idle, point) of points that need fewer joules than all faster points."""
+    timed_points = [(cost_model.work_seconds(work, point), point) for point in points if point.busy_w is not None]
+    known_points = [(seconds, point) for seconds, point in timed_points if seconds is not None]
+    efficient_points: list[tuple[float, float, OperatingPoint]] = []
+    for seconds, point in sorted(known_points, key=lambda timed: timed[0]):
+        net_joules = max((cost_model.work_joules(seconds, point) or 0.0) - idle_w * seconds, 0.0) * joule_ratio
+        if not efficient_points or net_joules < efficient_points[-1][1]:
+            efficient_points.append((seconds, net_joules, point))
+    return efficient_points
 
 
 POLICIES: Mapping[str, Policy] = {

@@ -75,9 +75,9 @@ def decide_event(
 
 
 def to_process_clock(state: JobState, now_s: float, uses_wall_clock: bool) -> JobState:
-    """Return a loaded state on this process's clock.
+    """Return the state of a loaded snapshot with its times on this process's clock.
 
-    Without `uses_wall_clock`, the attempt has its whole deadline again.
+    With `uses_wall_clock`, the start of the running attempt is kept. Otherwise the attempt starts now.
     """
     opened_s = state.opened_s if uses_wall_clock else now_s
     return replace(state, opened_s=opened_s, round_started_s=now_s, selected_s=dict.fromkeys(state.selected_s, now_s))
@@ -86,9 +86,9 @@ def to_process_clock(state: JobState, now_s: float, uses_wall_clock: bool) -> Jo
 def restart_event(state: JobState, now_s: float) -> AttemptResumed | None:
     """Return the event of a coordinator restart, or None if no attempt is running.
 
-    The wall-clock time since the previous restart counts as elapsed. If that time is negative or exceeds the limit, a
-    hundredth of the limit counts instead. At least a tenth of the limit remains at the first restart, a twentieth at
-    the second, and so on, so that an attempt ends even if coordinators are killed again and again.
+    The wall-clock time since the previous restart counts as elapsed. If that time is negative or exceeds the attempt's
+    deadline, a hundredth of the deadline counts instead. At least a tenth of the deadline remains at the first restart,
+    a twentieth at the second, and so on, so that an attempt ends even if coordinators are killed repeatedly.
     """
     if state.phase != "open":
         return None
@@ -115,7 +115,7 @@ def capped_elapsed_s(elapsed_s: float, new_elapsed_s: float, limit_s: float, res
 def eligibility_event(
     state: JobState, labels: LabelColumn, costs: CostColumn = CostColumn()
 ) -> EligibilityRecorded | None:
-    """Return the event that records changes of eligibility, or None. Devices known only from the log are offline."""
+    """Return the event with changes of eligibility and costs, or None. Devices known only from the log are offline."""
     devices_by_label: dict[str, list[str]] = {}
     for device, label in sorted(labels.changed_values(state.eligibility, default="offline").items()):
         devices_by_label.setdefault(label, []).append(device)
@@ -166,7 +166,7 @@ def next_decision_s(state: JobState) -> float:
 
 
 def delay_attempt(state: JobState, lost_s: float) -> JobState:
-    """Return the state with the attempt delayed by `lost_s`. With infinity the attempt never ends."""
+    """Return the state with the start of the attempt `lost_s` later. With infinity the attempt never ends."""
     return replace(state, opened_s=state.opened_s + lost_s) if lost_s else state
 
 
@@ -204,7 +204,7 @@ def is_round_idle(
 def updates_to_close(
     state: JobState, online_devices: Collection[str], unreachable_devices: AbstractSet[str] = frozenset()
 ) -> int:
-    """Return the number of updates that closes the round at once: the cohort size, or all counted devices.
+    """Return the number of updates that closes the round at once: the cohort size, or without one all counted devices.
 
     Devices count if they are online, selected or expected in this attempt, and have not declined or become unreachable.
     The result is at least `minimum_updates`. The round waits until its deadline for devices leased to other jobs.
@@ -227,9 +227,8 @@ def quorum(state: JobState, wanted_updates: int) -> int:
 def minimum_updates(state: JobState) -> int:
     """Return the fewest updates to commit a round, and the fewest devices to start the round.
 
-    Without `min_devices`, the number is 1 if a cohort size is set. Otherwise the number is half of the devices in the
-    log, or the quorum if smaller, so that a restarted coordinator does not mistake the first online device for the
-    whole fleet.
+    Without `min_devices`, the number is 1 if a cohort size is set. Otherwise the number is half of the last cohort, or
+    the quorum if smaller, so that a restarted coordinator does not mistake the first online device for the whole fleet.
     """
     cohort = state.constants.cohort
     if cohort.min_devices:
@@ -249,6 +248,7 @@ def _decide_selection_or_end(
     busy_devices: AbstractSet[str],
     max_devices: float,
 ) -> AnyEvent | None:
+    """Return the selection of a cohort, the end of the job, or None while too few devices are free."""
     constants = state.constants
     if not state.is_evaluation_round:
         if state.is_work_done and (
@@ -305,11 +305,10 @@ def _decide_open_round(
     max_devices: float,
     unreachable_devices: AbstractSet[str],
 ) -> AnyEvent | None:
+    """Return the event that closes, extends, retries or fails the round or selects more devices, or None to wait."""
     cohort_settings = state.constants.cohort
-    update_count, wanted_updates = (
-        len(state.accepted_updates),
-        updates_to_close(state, online_devices, unreachable_devices),
-    )
+    update_count = len(state.accepted_updates)
+    wanted_updates = updates_to_close(state, online_devices, unreachable_devices)
     if update_count >= wanted_updates:
         return RoundClosed(state.round)
     has_quorum = update_count >= quorum(state, wanted_updates)
@@ -332,7 +331,6 @@ def _decide_open_round(
             state.accepted_updates.keys() | state.decline_reasons.keys() | working_devices
         )
         new_devices = _select_devices(state, available_devices - busy_devices, min(missing_count, max_devices))
-
         is_waiting_for_devices = (
             max_devices < 1 or bool(disconnected_devices) or not available_devices.isdisjoint(busy_devices)
         )
@@ -388,7 +386,6 @@ def have_all_declined(state: JobState) -> bool:
 
 
 def _recurring_failures(state: JobState, online_devices: Collection[str]) -> dict[str, LastingDecline]:
-    """Return the declines that would recur, of devices that are not online and have no update."""
     failures = {
         device: decline for device, decline in state.lasting_declines.items() if DECLINE_REASONS[decline.code].recurs
     }
@@ -424,7 +421,7 @@ def _quorum_failure_event(state: JobState, quorum: int, recurring_failures: Mapp
     } - state.devices_without_work
     if declines and len(declines) + len(state.accepted_updates) >= len(selected_devices):
         codes = [code for code, _ in Counter(code for code, _ in declines.values()).most_common()]
-        causes = "; ".join(_summarise_refusals(state.round, code, declines, len(selected_devices)) for code in codes)
+        causes = "; ".join(_format_declines(state.round, code, declines, len(selected_devices)) for code in codes)
         return JobEnded("failed", f"{causes}.\nFix: {DECLINE_REASONS[codes[0]].fix}.", codes[0])
     other_declines = {
         device: ("", reason) for device, reason in state.decline_reasons.items() if device not in declines
@@ -432,16 +429,15 @@ def _quorum_failure_event(state: JobState, quorum: int, recurring_failures: Mapp
     return JobEnded("failed", _describe_failed_round(state, quorum, declines | other_declines))
 
 
-def _summarise_refusals(round: int, code: str, declines: Mapping[str, tuple[str, str]], selected_count: int) -> str:
+def _format_declines(round: int, code: str, declines: Mapping[str, tuple[str, str]], selected_count: int) -> str:
     reasons = [reason for _, (decline_code, reason) in sorted(declines.items()) if decline_code == code]
     reason, count = Counter(reasons).most_common(1)[0]
     example = (
         "" if count == len(reasons) else f"{min(d for d, decline in declines.items() if decline == (code, reason))}: "
     )
     devices = f"{len(reasons)} of {selected_count} {'device' if selected_count == 1 else 'devices'}"
-    return f"{DECLINE_REASONS[code].cause} in round {round + 1} on {devices}" + (
-        f" ({example}{reason})" if reason else ""
-    )
+    details = f" ({example}{reason})" if reason else ""
+    return f"{DECLINE_REASONS[code].cause} in round {round + 1} on {devices}{details}"
 
 
 def _describe_failed_round(state: JobState, quorum: int, reasons: Mapping[str, tuple[str, str]]) -> str:
@@ -452,20 +448,20 @@ def _describe_failed_round(state: JobState, quorum: int, reasons: Mapping[str, t
     declined = reasons.keys() - rejected - state.devices_without_work
     silent = sorted(selected_devices - state.accepted_updates.keys() - reasons.keys())
     counts = [
-        f"{len(state.accepted_updates)} answered",
+        f"{len(state.accepted_updates)} submitted an update",
         *([f"{len(declined)} declined"] if declined else []),
-        *([f"{len(rejected)} sent what was rejected"] if rejected else []),
-        *([f"{len(state.devices_without_work)} had nothing to do"] if state.devices_without_work else []),
-        *([f"{len(silent)} stayed silent"] if silent else []),
+        *([f"{len(rejected)} submitted an invalid update"] if rejected else []),
+        *([f"{len(state.devices_without_work)} had no task"] if state.devices_without_work else []),
+        *([f"{len(silent)} did not answer"] if silent else []),
     ]
-    refused = format_by_reason({device: reason for device, (_, reason) in reasons.items()})
+    reasons_text = format_by_reason({device: reason for device, (_, reason) in reasons.items()})
     return (
-        f"round {state.round + 1} asked {len(selected_devices)} "
+        f"round {state.round + 1} selected {len(selected_devices)} "
         f"{'device' if len(selected_devices) == 1 else 'devices'} in {state.attempt + 1} "
         f"{'attempt' if not state.attempt else 'attempts'}: {', '.join(counts)}, and {quorum} "
         f"{'update is' if quorum == 1 else 'updates are'} needed"
-        + (f"; refused: {refused}" if refused else "")
-        + (f"; silent: {', '.join(silent[:5])}" if silent else "")
-        + ".\nFix: see to these devices and `fedquilt resume` the run (a simulated fleet: the same command again), or "
-        "run the job anew with another [cohort] size, quorum or deadline_s."
+        + (f"; reasons: {reasons_text}" if reasons_text else "")
+        + (f"; no answer: {', '.join(silent[:5])}" if silent else "")
+        + ".\nFix: check these devices and `fedquilt resume` the run (with simulated devices: repeat the command), or "
+        "start the job again with another [cohort] size, quorum or deadline_s."
     )

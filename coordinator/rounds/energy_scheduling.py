@@ -274,6 +274,7 @@ def _options_by_epochs(choices: Sequence[EpochChoice]) -> dict[int, tuple[list[f
 def _feasible_options(
     table: Mapping[int, tuple[list[float], list[float]]], limit_s: float
 ) -> Iterator[tuple[int, float]]:
+    """Yield (epochs, fewest joules) for the numbers of epochs that are possible within `limit_s`."""
     for epochs, (times, joules) in table.items():
         if index := bisect.bisect_right(times, limit_s):
             yield epochs, joules[index - 1]

@@ -56,16 +56,15 @@ class Event(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True): 
 
 
 class JobStarted(Event, frozen=True, omit_defaults=True):
-    """Start of a job with the method's first state, or of a site's round with a state from above."""
+    """Start of a job with the method's first state, or of a site's round with the state of the parent coordinator."""
 
     state: BlobRef
-    has_evaluation_rounds: bool = False  # whether an evaluation round (`core.EvaluationRound`) precedes each evaluation
+    has_evaluation_rounds: bool = False  # whether each evaluation is a round of its own (`core.EvaluationRound`)
     first_round: int = 0  # number of the round that starts, which may skip or repeat rounds
-    actions: tuple[
-        Action, ...
-    ] = ()  # actions of that round's tasks from the parent, or () to follow the job's settings
+    # actions of that round's tasks from the parent coordinator, or () to follow the job's settings
+    actions: tuple[Action, ...] = ()
     is_evaluation_round: bool = False  # whether that round is an evaluation round
-    deadline_s: float | None = None  # from the parent, or None for the cohort's `deadline_s`
+    deadline_s: float | None = None  # from the parent coordinator, or None for the cohort's `deadline_s`
     class_shares: tuple[float, ...] = ()  # class shares of the whole fleet, from the parent
 
 
@@ -114,7 +113,7 @@ class UpdateRejected(Event, frozen=True, omit_defaults=True):
 
 
 class UpdateLost(Event, frozen=True):
-    """Loss of an accepted update whose blob is missing or damaged. The device works on its task again."""
+    """Loss of an accepted update whose blob is missing or damaged. The device repeats its task."""
 
     round: int
     device: str
@@ -134,7 +133,7 @@ class RoundClosed(Event, frozen=True):
 
 
 class DeadlineExtended(Event, frozen=True):
-    """Passing of a predicted deadline without a quorum. The round then closes at the first quorum."""
+    """Expiry of a predicted deadline without a quorum. The round then closes as soon as it has a quorum."""
 
     round: int
 
@@ -175,7 +174,7 @@ class JobEnded(Event, frozen=True, omit_defaults=True):
 
 
 def failure_event(error: Exception) -> JobEnded:
-    """Return the event that ends a job with the error's message. Invalid Unicode is escaped."""
+    """Return the event that ends a job as failed with the error's message. Invalid Unicode is escaped."""
     text = str(error) if isinstance(error, FedquiltError) else f"{type(error).__name__}: {error}"
     return JobEnded("failed", text.encode("utf-8", "backslashreplace").decode())
 
@@ -184,8 +183,6 @@ class JobResumed(Event, frozen=True): ...
 
 
 class NoteRecorded(Event, frozen=True):
-    """Note on a run that has not started, such as its trigger or its approval."""
-
     text: str
 
 

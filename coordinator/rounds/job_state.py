@@ -87,6 +87,10 @@ class BestEvaluation(msgspec.Struct, frozen=True):
 def add_evaluation(
     best: BestEvaluation | None, sums: EvaluationSums | None, state: BlobRef | None, rounds: int, min_gain: float
 ) -> BestEvaluation | None:
+    """Return the best evaluation after one of `state`, which is unchanged if `sums` have no main metric.
+
+    A gain below `min_gain` counts as none for `without_gain`, and still makes the evaluation the best.
+    """
     if (main := metrics.main_metric(sums)) is None or state is None:
         return best
     metric, value = main
@@ -94,10 +98,10 @@ def add_evaluation(
         return BestEvaluation(metric.name, value, rounds, state, value)
     sign = 1 if metric.higher else -1
     gain = sign * (value - best.reference)
-    gained = gain > 0 and gain >= min_gain - GAIN_TOLERANCE
-    best = (
-        replace(best, reference=value, without_gain=0) if gained else replace(best, without_gain=best.without_gain + 1)
-    )
+    if gain > 0 and gain >= min_gain - GAIN_TOLERANCE:
+        best = replace(best, reference=value, without_gain=0)
+    else:
+        best = replace(best, without_gain=best.without_gain + 1)
     return replace(best, value=value, rounds=rounds, state=state) if sign * (value - best.value) > 0 else best
 
 
@@ -107,30 +111,30 @@ def describe_reached_limit(limits: JobLimits, usage: ResourceUsage, best: BestEv
         evaluations = f"{best.without_gain} evaluation{'s' * (best.without_gain > 1)}"
         return f"patience: no gain{min_gain} in {evaluations}; the best is {best.describe()}"
     if limits.max_joules is not None and usage.joules >= limits.max_joules:
-        return f"max_joules: {usage.joules:.4g} J of {limits.max_joules:.4g} J are used up{_unmetered_suffix(usage)}"
+        return f"max_joules: {usage.joules:.4g} J of {limits.max_joules:.4g} J are used{_unmetered_suffix(usage)}"
     if limits.max_bytes is not None and usage.bytes >= limits.max_bytes:
-        return f"max_bytes: {usage.bytes} bytes of {limits.max_bytes} are used up"
+        return f"max_bytes: {usage.bytes} bytes of {limits.max_bytes} are used"
     if limits.max_wall_s is not None and usage.wall_s >= limits.max_wall_s:
-        return f"max_wall_s: {usage.wall_s:.4g} s of {limits.max_wall_s:.4g} s are used up"
+        return f"max_wall_s: {usage.wall_s:.4g} s of {limits.max_wall_s:.4g} s are used"
     return None
 
 
 def describe_unmetered_tasks(limits: JobLimits, usage: ResourceUsage) -> str | None:
-    """Return a sentence on tasks missing from the joules, or None without tasks or a limit."""
+    """Return how many joules `max_joules` counts, or None without a limit or unmetered tasks."""
     if limits.max_joules is None or not usage.unmetered:
         return None
     if not usage.metered:
         return (
-            f"max_joules = {limits.max_joules:.4g} ends nothing here: no board that has answered has a meter for its "
-            "joules; the job runs to its rounds, or to another limit of [stop]"
+            f"max_joules = {limits.max_joules:.4g} has no effect: no device of this job measures its energy. The job "
+            "ends after its rounds or at another limit of [stop]"
         )
-    return f"max_joules counts {usage.joules:.4g} J of {limits.max_joules:.4g} J{_unmetered_suffix(usage)}"
+    return f"{usage.joules:.4g} J of max_joules = {limits.max_joules:.4g} J are used{_unmetered_suffix(usage)}"
 
 
 def _unmetered_suffix(usage: ResourceUsage) -> str:
     if not usage.unmetered:
         return ""
-    return f", without {usage.unmetered} task{'s' * (usage.unmetered > 1)} on boards that have no meter"
+    return f", not counting {usage.unmetered} task{'s' * (usage.unmetered > 1)} on devices without a power meter"
 
 
 class JobState(msgspec.Struct, frozen=True):
@@ -202,13 +206,11 @@ class JobState(msgspec.Struct, frozen=True):
         return 0 if self.is_evaluation_round else self.constants.cohort.size
 
     @property
-    def completed_rounds(self) -> int:
-        """Number of committed rounds, without evaluation rounds."""
+    def completed_rounds(self) -> int:  # without evaluation rounds
         return self.round - self.evaluation_rounds
 
     @property
     def is_work_done(self) -> bool:
-        """Whether all training rounds are complete."""
         return self.is_method_done or self.round - self.evaluation_rounds >= self.constants.rounds
 
     @property
@@ -216,14 +218,12 @@ class JobState(msgspec.Struct, frozen=True):
         """Actions of the running round's tasks: evaluation ("check"), training ("work") or both."""
         if self.parent_order is not None and self.parent_order.actions:
             return self.parent_order.actions
-        every = 0 if self.constants.check_beside else self.constants.check_every
-        if self.is_work_done and not self.is_evaluation_round:
+        if self.is_evaluation_round:
+            return ("work",)
+        if self.is_work_done:
             return ("check",)
-        return (
-            ("check", "work")
-            if not self.is_evaluation_round and every and self.completed_rounds % every == 0
-            else ("work",)
-        )
+        every = 0 if self.constants.check_beside else self.constants.check_every
+        return ("check", "work") if every and self.completed_rounds % every == 0 else ("work",)
 
     @property
     def reached_limit(self) -> str | None:
@@ -249,6 +249,7 @@ class JobState(msgspec.Struct, frozen=True):
     def decline_event(
         self, device: str, code: str, reason: str, workload: DeviceWorkload, agent_start_key: str = ""
     ) -> events.TaskDeclined:
+        """Return the decline of a task, with the task's memory requirements if the device lacked memory."""
         lacks_memory = DECLINE_REASONS.get(code, UNKNOWN_DECLINE).duration == "rounds"
         return events.TaskDeclined(
             self.round,
@@ -274,22 +275,24 @@ class JobState(msgspec.Struct, frozen=True):
 
 
 def apply_event(state: JobState, event: events.AnyEvent, now_s: float) -> JobState:
+    """Return the state after an event. Raise JobError for an event of another round, or not allowed in this phase."""
     kind, event_round = type(event).__name__, getattr(event, "round", state.round)
     allowed_phases = events.TRANSITIONS[kind].get(state.phase, ())
     if event_round != state.round:
         raise JobError(
-            f"{kind} of round {event_round + 1} in the log of a job whose running round is "
-            f"{state.round + 1}{_FOREIGN_LOG_HINT}"
+            f"event log: {kind} belongs to round {event_round + 1}, but the running round is {state.round + 1}"
+            f"{_FOREIGN_LOG_HINT}"
         )
     new_state = _apply_allowed_event(state, event, now_s) if allowed_phases else state
     if new_state.phase not in allowed_phases:
         raise JobError(
-            f"{kind} in round {state.round + 1} cannot happen to a job that is {state.phase}{_FOREIGN_LOG_HINT}"
+            f"event log: {kind} in round {state.round + 1} is not allowed while the job is {state.phase!r}"
+            f"{_FOREIGN_LOG_HINT}"
         )
     return new_state
 
 
-_FOREIGN_LOG_HINT = ": the log was not written by this coordinator's rules; run the job anew"
+_FOREIGN_LOG_HINT = ". Another version of the coordinator wrote this log: submit the job again"
 
 
 def _apply_allowed_event(state: JobState, event: events.AnyEvent, now_s: float) -> JobState:
@@ -430,6 +433,7 @@ def _apply_cohort_selected(state: JobState, event: events.CohortSelected, now_s:
 
 
 def _apply_update_lost(state: JobState, event: events.UpdateLost, now_s: float) -> JobState:
+    """Return the state in which the device repeats its task. A closing round is open again."""
     device, partial_aggregate = event.device, state.partial_aggregate
     if state.phase == "closing":
         state = replace(_restart_attempt_time(state, now_s), phase="open", is_deadline_extended=False)
@@ -460,7 +464,6 @@ def _apply_eligibility(state: JobState, event: events.EligibilityRecorded) -> Jo
 
 
 def _clear_round(state: JobState, round: int) -> JobState:
-    """Return the state before a round starts, without devices, updates and declines of the previous round."""
     return replace(
         state,
         round=round,

@@ -24,13 +24,11 @@ from fedquilt.core import Update
 from fedquilt.wire import Claim
 
 REMOVED = "removed from the fleet by request"
-FLOODED = "sent more than can be answered: it is set aside, and nothing of it is read for a while"
+FLOODED = "sent too many messages: the coordinator ignores this device for a while"
 UNFINISHED = ("queued", "running", "stopping", "stopped", "damaged")
 
 
 class DeviceChange(msgspec.Struct, frozen=True):
-    """Change of a device's status, after which the device may lack its task."""
-
     device: str
     kind: Literal["online", "silent", "returned", "removed", "flooding"]
 
@@ -53,8 +51,6 @@ class UpdateAnnounced(msgspec.Struct, frozen=True):
 
 
 class UpdateReceived(msgspec.Struct, frozen=True):
-    """End of the transfer of an update's blobs, with an error if a blob could not be fetched."""
-
     device: str
     error: str | None = None
 
@@ -196,13 +192,17 @@ def _decide_on_announcement(
 ) -> Decision:
     device, update = input.device, input.update
     if update.device != device:
-        return _reject_unexpected_update(state, arriving_update, input, f"it names another device, {update.device}")
+        return _reject_unexpected_update(
+            state, arriving_update, input, f"the update names another device, {update.device}"
+        )
     if state is None or update.job != job:
         if input.is_counted:  # the acknowledgement was lost
             return Decision(arriving_update, (), (AckUpdate(device, update, True),))
         if input.status in UNFINISHED:
             return Decision(arriving_update)  # the device announces the update again when the job continues
-        return _reject_unexpected_update(state, arriving_update, input, f"no job {update.job} is under way here")
+        return _reject_unexpected_update(
+            state, arriving_update, input, f"job {update.job} is not active on this coordinator"
+        )
     if update.round in state.history.get(device, ()) or (
         device in state.accepted_updates and update.round == state.round
     ):
@@ -211,10 +211,10 @@ def _decide_on_announcement(
         return Decision(arriving_update)  # the device announces the update again after its selection
     if update.round != state.round or not _is_update_expected(state, device):
         return _reject_unexpected_update(
-            state, arriving_update, input, f"round {update.round + 1} is closed or did not ask for this"
+            state, arriving_update, input, f"round {update.round + 1} is closed, or this device was not selected for it"
         )
     if state.state is not None and update.state != state.state.sha256:
-        reason = f"it was computed from the state {update.state[:12] or '(none)'}, and this round began with another"
+        reason = f"the update started from state {update.state[:12] or '(none)'}, and this round has another state"
         return _reject_unexpected_update(state, arriving_update, input, reason)
     if (site := state.sites_by_device.get(device)) is not None:
         return _reject_update(device, update, _duplicate_device_text(device, site))
@@ -239,7 +239,7 @@ def _decide_on_validation(
             )
         if board in state.last_selected_rounds:
             return _reject_update(
-                device, update, f"{device}: {board} is a device of this coordinator, and speaks for itself"
+                device, update, f"site {device}: its device {board} is also connected to this coordinator directly"
             )
     event = state.acceptance_event(input.valid_part, now_s, input.workload)
     superseded = () if input.valid_part == update else (DiscardUpdate(update),)
@@ -254,14 +254,15 @@ def _reject_update(device: str, update: Update, reason: str) -> Decision:
 
 def _duplicate_device_text(board: str, submitter: str) -> str:
     return (
-        f"{board} counts in this round already, by {submitter}: a board belongs to one coordinator, and its "
-        f"name to one board"
+        f"an update of {board} is already in this round, submitted by {submitter}: a device belongs to one "
+        "coordinator, and each device needs its own name"
     )
 
 
 def _reject_unexpected_update(
     state: JobState | None, arriving_update: ArrivingUpdate, input: UpdateAnnounced, reason: str
 ) -> Decision:
+    """Reject an update that no round expects. The running task of a selected device is not cancelled."""
     ack = AckUpdate(input.device, input.update, False, reason)
     cancellation = () if _is_update_expected(state, input.device) else (CancelTask(input.device),)
     return Decision(arriving_update, (), (ack, *cancellation))

@@ -48,30 +48,30 @@ class RolloutPlan(wire.ReleaseContent, frozen=True, omit_defaults=True):
         """Raise JobError, with the fix, if the selection, the phases or the window are invalid."""
         labels.require_valid_selection(self.select)
         if not self.canary or not self.phases:
-            raise JobError("a rollout has a canary above 0 % and at least one phase after it: --phases 5% 100%")
+            raise JobError("a canary of 0 % or no phase after it: set for instance --phases 5% 100%")
         if any(
             next_share <= previous_share
             for previous_share, next_share in zip(self.cumulative_shares, self.cumulative_shares[1:], strict=False)
         ):
             shares = ", ".join(f"{100 * share:g} %" for share in self.cumulative_shares)
-            raise JobError(f"the phases {shares} do not grow: each is the share of the fleet that has it by its end")
+            raise JobError(
+                f"phases {shares} do not grow: each phase needs a larger share of the fleet than the previous one"
+            )
         if self.window and not _WINDOW.fullmatch(self.window):
-            raise JobError(f"{self.window[:40]!r} is no window: write it as 02:00-05:00, in the boards' local time")
+            raise JobError(f"window {self.window[:40]!r} is invalid: write 02:00-05:00, in the devices' local time")
         if self.window and self.window[:5] == self.window[6:]:
-            raise JobError(f"the window {self.window} begins when it ends")
+            raise JobError(f"window {self.window} is empty: set different times")
 
 
 Status: TypeAlias = Literal["queued", "running", "done", "aborted", "rolled back"]
 SETTLED: Final = frozenset({"committed", "refused", "returned"})
 FAILED: Final = frozenset({"refused", "returned"})
-SWAPPED: Final = frozenset(
-    {"checking", "soaking"}
-)  # the release may have failed on a device that falls silent in these phases
-REPORTED_METRICS: Final = frozenset(
-    {"accuracy", "accuracy_before", "latency_s", "energy_j", "peak_bytes"}
-)  # metrics stored from reports
-NO_LAUNCHER: Final = "no launcher started the agent"
-NO_RUNTIME: Final = "no ONNX Runtime, which checks models: install the extra `onnx` there"
+# phases in which the device runs the release, so that the release may be why the device falls silent
+SWAPPED: Final = frozenset({"checking", "soaking"})
+# metrics stored from reports
+REPORTED_METRICS: Final = frozenset({"accuracy", "accuracy_before", "latency_s", "energy_j", "peak_bytes"})
+NO_LAUNCHER: Final = "its agent was not started by the launcher"
+NO_RUNTIME: Final = "ONNX Runtime, which checks models, is missing: install the extra `onnx` on the device"
 MAX_REPORTING_S: Final = 86400.0  # longest time for which a connected device delays a step
 
 
@@ -106,14 +106,14 @@ class RolloutResumed(RolloutEvent, frozen=True):
 
 
 class PhasePassed(RolloutEvent, frozen=True):
-    """Success of a step. The step waited no longer for the `silent` devices."""
+    """Success of a step. The `silent` devices had not reported its end."""
 
     step: int
     silent: tuple[Name, ...] = ()
 
 
 class RolloutCompleted(RolloutEvent, frozen=True):
-    """Success of all steps. Devices that connect later still receive the release."""
+    """Success of all steps. Devices that connect later still receive the release if the last phase is 100 %."""
 
 
 class RolloutReverted(RolloutEvent, frozen=True):
@@ -148,7 +148,7 @@ class Rollout(msgspec.Struct, frozen=True):
     offered: Mapping[str, int] = {}  # device -> step of the offer
     reports: Mapping[str, StatusReported] = {}  # device -> latest report
     reason: str = ""  # reason of an abort
-    # devices that were left out at its start, as they cannot take its release -> why
+    # device that was left out at the start, because it cannot run the release -> reason
     incompatible_devices: Mapping[str, str] = {}
     silent_devices: frozenset[str] = frozenset()  # devices without a report since a step passed without them
     silent_s: float = 0.0  # from the latest `RolloutResumed` of the running step
@@ -189,8 +189,11 @@ class Rollout(msgspec.Struct, frozen=True):
 
 
 def apply_rollout_event(state: Rollout, event: AnyRolloutEvent) -> Rollout:
+    """Return the rollout after an event. Raise JobError if the event is not allowed in this status."""
     if state.status not in ALLOWED[type(event)]:
-        raise JobError(f"{type(event).__name__} cannot follow in {state.id}, which is {state.status}")
+        raise JobError(
+            f"event log of {state.id}: {type(event).__name__} is not allowed while the rollout is {state.status}"
+        )
     match event:
         case RolloutStarted(serial, incompatible_devices):
             return replace(state, status="running", serial=serial, incompatible_devices=incompatible_devices)
@@ -214,7 +217,7 @@ def apply_rollout_event(state: Rollout, event: AnyRolloutEvent) -> Rollout:
 
 
 def event_from_report(state: Rollout, device: str, message: wire.ReleaseStatus) -> StatusReported | None:
-    """Return the event for a device's report, or None if the report is unrelated or known."""
+    """Return the event for a device's report, or None if the report is unrelated or repeated."""
     if device not in state.offered or message.kind != state.plan.kind:
         return None
     latest_serial = state.revert_serial or state.serial
@@ -226,8 +229,8 @@ def event_from_report(state: Rollout, device: str, message: wire.ReleaseStatus) 
         if message.serial <= latest_serial:
             return None  # a report on an earlier release
         reason = (
-            f"it has release {message.serial} of {message.rollout}, and this is {latest_serial}: roll this out "
-            f"once more"
+            f"the device has the later release {message.serial} of {message.rollout}, this is {latest_serial}: start "
+            "this rollout again"
         )
         event = StatusReported(device, latest_serial, "refused", reason)
     elif message.serial not in (state.serial, latest_serial):
@@ -239,7 +242,7 @@ def release_for_device(state: Rollout, device: str) -> wire.DesiredRelease | Non
     """Return the release to send to a device, or None if there is none.
 
     After an abort or rollback, every device returns to its previous release, except devices that refused the release or
-    have returned already. A device that never ran the release reports that no return is needed.
+    have returned already. A device that never ran the release has nothing to do then.
     """
     plan, report = state.plan, state.reports.get(device)
     if device not in state.offered:
@@ -349,8 +352,8 @@ def decide_rollout_event(
         return RolloutCompleted()
     if state.incompatible_devices and not state.offered and not fleet:
         reason = (
-            f"no selected device can take the release: "
-            f"{format_incompatible_devices(state.incompatible_devices, 1)}; select other devices"
+            "no selected device can run the release: "
+            f"{format_incompatible_devices(state.incompatible_devices, 1)}. Select other devices"
         )
         return RolloutReverted(serial, shorten_error(reason))
     failed = [device for device in state.offered if state.device_phase(device) in FAILED]
@@ -450,4 +453,4 @@ def _abort_reason(state: Rollout, failed: Collection[str], answered: int) -> str
     report_reason = state.reports[device].reason if device in state.reports else ""
     example = f"{device} {'fell silent' if phase in SWAPPED else phase}{f': {report_reason}' if report_reason else ''}"
     share = f"more than {100 * state.plan.abort_above:g} %"
-    return shorten_error(f"{len(failed)} of {answered} boards failed, {share} ({example})")
+    return shorten_error(f"{len(failed)} of {answered} devices failed, {share} ({example})")

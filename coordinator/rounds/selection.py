@@ -35,26 +35,26 @@ BUSY: Final = "busy"  # BUSY and SHARE depend on other jobs, and are set by `job
 SHARE: Final = "share"
 REASONS: Final[Mapping[str, str]] = {
     "offline": "offline",
-    "silent": "silent: its broker reports it online, and it does not answer",
-    "flooding": "sent more than can be answered, and is set aside for a while",
-    "profile": "has not said what it is",
-    "labels": "has not the labels that [cohort] select asks for",
-    "engine": "has no engine that the job's method runs on, or one that refused the task",
-    "codec": "does not know the codec of the job's [wire]: its fedquilt is older than the job wants",
-    "plugin": "lacks a package that the job needs, or has another content of it",
-    "battery": "its battery is below [cohort] min_battery, and not charging",
-    "hot": "hotter than [cohort] max_temperature_c",
-    "full": "its disk is full: free some space there",
-    "memory": "declined such work for want of memory: it is asked again after some rounds, or for less",
-    "data": "declined for its data: it is asked again once its agent has started anew, or the run is resumed",
-    "budget": "declined such work for its memory budget: it is asked again after some rounds, or for less",
+    "silent": "silent: the broker reports the device online, but the device does not answer",
+    "flooding": "sent too many messages, and is ignored for a while",
+    "profile": "has not sent its profile yet",
+    "labels": "lacks labels that [cohort] select requires",
+    "engine": "has no engine for the job's method, or the engine refused the task",
+    "codec": "does not support the codec of [wire]: update fedquilt on the device",
+    "plugin": "lacks a package that the job needs, or has another version of it",
+    "battery": "has less battery charge than [cohort] min_battery, and is not charging",
+    "hot": "is hotter than [cohort] max_temperature_c",
+    "full": "has a full disk: free disk space on the device",
+    "memory": "lacked memory for this work: can be selected again after some rounds, or for less work",
+    "data": "declined because of its data: can be selected again after a restart of its agent, or a resume of the run",
+    "budget": "has too small a memory budget for this work: can be selected again after some rounds, or for less work",
     **dict.fromkeys(
         ("diverged", "exception", "model", "update"),
-        "failed at this round's task, and would fail again: it is asked again in the next round",
+        "failed at this round's task, and would fail again: can be selected again in the next round",
     ),
-    "method": "declined for the job's method: it is asked again once its agent has started anew, or the run is resumed",
-    BUSY: "was at work on another job's task, or left to another job that had had less of the boards' time",
-    SHARE: "was left free: its submitter's jobs had as many boards as [submitter] share of limits.toml allows",
+    "method": "declined the job's method: can be selected again after a restart of its agent, or a resume of the run",
+    BUSY: "is working for another job, or reserved for a job that has used less device time",
+    SHARE: "is left free: this submitter's jobs have as many devices as [submitter] share in limits.toml allows",
 }
 ONLINE_REASONS: Final = frozenset(REASONS) - {"offline", "profile", "labels", "engine", "codec", "plugin"}
 """Reasons that exclude devices which are online and suitable for the job."""
@@ -64,8 +64,8 @@ class DeviceSnapshot(NamedTuple):
     online: bool
     profile: Profile | None = None
     telemetry: Telemetry | None = None  # None without a recent report
-    flooding: bool = False  # it sent more than can be answered; nothing from it is read now
-    silent: bool = False  # its broker reports it online, and it does not answer
+    flooding: bool = False  # sent too many messages, which are ignored now
+    silent: bool = False  # online according to the broker, but without an answer
 
 
 class JobRequirements(NamedTuple):
@@ -104,19 +104,19 @@ def ineligibility_code(snapshot: DeviceSnapshot, requirements: JobRequirements) 
 
 
 def reason_key(code: str) -> str:
+    """Return the code without details, a key of REASONS."""
     return code.partition(" ")[0]
 
 
 def reason_text(code: str) -> str:
+    """Return the reason for an ineligibility code as text with the device as subject, or an unknown code itself."""
     key, _, rest = code.partition(" ")
     if key != "plugin" or not rest:
         return REASONS.get(code, code)
     package, required, installed = rest.split("|")
     if not installed:
-        return (
-            f"has no package {package}, of which the job needs {required}: install it there, and allow it in agent.toml"
-        )
-    return f"has package {package} {installed}, and the job needs {required}: install the same content there"
+        return f"lacks package {package} {required}: install it on the device, and allow it in agent.toml"
+    return f"has package {package} {installed}, and the job needs {required}: install that version on the device"
 
 
 def _plugin_code(profile: Profile, requirements: JobRequirements) -> str | None:
@@ -181,7 +181,7 @@ DECLINE_REASONS: Final[Mapping[str, DeclineReason]] = {
         "round", True, "the update was rejected", f"remove these devices, or correct what they send, {_RESUME}"
     ),
     "disk": DeclineReason("attempt", False, "the disk failed", f"check the disks, {_RESUME}"),
-    "failed": DeclineReason("attempt", False, "the work failed", f"see to these devices, {_RESUME}"),
+    "failed": DeclineReason("attempt", False, "the work failed", f"check these devices, {_RESUME}"),
     "flooding": DeclineReason("attempt", False, "the device sent too much", f"remove it, {_RESUME}"),
     "removed": DeclineReason("attempt", False, "the device was removed from the fleet", "none is needed"),
     NO_WORK: DeclineReason("attempt", False, "the method has no task", "none is needed"),
@@ -199,7 +199,7 @@ class LastingDecline(msgspec.Struct, frozen=True):
     shortage: MemoryShortage | None = None
 
     def would_recur(self, round: int, actions: Collection[str], agent_start_key: str, shortage: MemoryShortage) -> bool:
-        """Return whether the device would decline the present task again."""
+        """Return whether the device would decline a task of this round with these actions and requirements again."""
         kind = DECLINE_REASONS[self.code]
         if (agent_start_key != self.agent_start_key and self.code != UPDATE) or not self.actions.issubset(actions):
             return False
@@ -248,7 +248,7 @@ class CohortDraw(NamedTuple):
 def select_cohort(draw: CohortDraw, eligible: Collection[str], count: int) -> tuple[str, ...]:
     """Select up to `count` of the eligible devices, sorted by id.
 
-    The first devices of `rank_devices` are selected. Vectorised operations exclude most others.
+    The selected devices are the first ones of `rank_devices`. Vectorised operations exclude most other devices.
     """
     import numpy as np
 
@@ -294,6 +294,7 @@ def rank_devices(draw: CohortDraw, eligible: Collection[str], count: int) -> lis
 
 
 def _create_key(draw: CohortDraw, median: float) -> Callable[[str], tuple[float, str]]:
+    """Return the sort key of devices in the draw: a pseudo-random number, weighted by cost, and the id."""
     salt = derive_seed("cohort", draw.seed, draw.round)
 
     def key(device: str) -> tuple[float, str]:

@@ -40,7 +40,7 @@ _MEMBER: Final = re.compile(
     r"blobs/[0-9a-f]{64}|fedquilt\.db|limits\.toml|(evaluations|machines)/[^/]+\.json|(agents|sites)/.+"
 )
 _MANIFEST: Final = re.compile(r"manifest-([0-9a-f]{64})\.json")
-_WHEN_FULL: Final = "free some space or name another disk"
+_WHEN_FULL: Final = "free some space or choose another disk"
 _PIECE_BYTES: Final = 1 << 20
 
 
@@ -57,7 +57,7 @@ class BackupSummary(NamedTuple):
 
 
 def write_backup(store: Store, file: Path) -> BackupSummary:
-    """Write a backup of a home into a new file. Raises JobError if the file exists, StoreError after damage."""
+    """Write a backup into a new file. Raise JobError if the file exists, and StoreError if the home is damaged."""
     if file.exists():
         raise _file_exists_error(file)
     with (
@@ -84,9 +84,9 @@ def write_backup(store: Store, file: Path) -> BackupSummary:
 
 
 def _add_database_and_blobs(store: Store, archive: _BackupArchive, snapshot: Path) -> int:
-    """Add the database and all needed blobs, and return the number of blobs."""
-    # The coordinator may delete a blob during the backup because a later event makes the blob superfluous. So missing
-    # blobs are looked up in a later copy of the database, and a blob that this copy still needs is lost.
+    """Add the database and all needed blobs, and return the number of blobs. Raise StoreError if one is lost."""
+    # A coordinator may delete a blob during the backup, when a later event makes the blob superfluous. So missing blobs
+    # are looked up in a later copy of the database, and a blob that this copy still needs is lost.
     missing: set[str] = set()
     blobs: set[str] = set()
     try:
@@ -106,8 +106,8 @@ def _add_database_and_blobs(store: Store, archive: _BackupArchive, snapshot: Pat
                     missing.add(sha256)
             if lost_blobs := missing & previously_missing:
                 raise StoreError(
-                    f"blob {min(lost_blobs)[:12]} of {store.home} is missing or damaged: let a coordinator serve "
-                    "this home, which repairs it or names the run; keep your earlier backups"
+                    f"blob {min(lost_blobs)[:12]} of {store.home} is missing or damaged: start a coordinator, which "
+                    "repairs it or names the run, and keep earlier backups"
                 )
             if not missing:
                 archive.add_file(DATABASE, snapshot)
@@ -117,8 +117,9 @@ def _add_database_and_blobs(store: Store, archive: _BackupArchive, snapshot: Pat
 
 
 def _copy_database(store: Store, target: Path) -> set[str]:
+    """Copy the database to `target`, and return the blobs that its events need. Raise StoreError after damage."""
     if store.damage:
-        raise StoreError(f"{store.home / DATABASE} is damaged ({store.damage}): put back an earlier backup")
+        raise StoreError(f"{store.home / DATABASE} is damaged ({store.damage}): restore an earlier backup")
     os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
     with (
         database_errors(store.home),
@@ -129,7 +130,7 @@ def _copy_database(store: Store, target: Path) -> set[str]:
         copy.execute("pragma journal_mode=delete")  # a single file, without a write-ahead log
         rows = RowStore(copy, store.home)
         if damaged_ids := rows.find_damaged_jobs():
-            raise rows.damage_error(damaged_ids[0], "its rows are not what was written")
+            raise rows.damage_error(damaged_ids[0], "its rows do not match their checksums")
         rollouts = RolloutLog(copy, rows, store.home, rows.open_transaction)
         for reason in rollouts.read_errors().values():
             raise StoreError(str(reason))
@@ -144,7 +145,7 @@ def _lock_home_and_list_agent_files(store: Store) -> list[Path]:
         return []
     if not store.acquire_lock():
         active_run = next((row.id for row in rows if row.status in UNENDED), rows[0].id)
-        raise JobError(f"{active_run} is a simulated fleet at work in {store.home}: wait for its end, or stop it first")
+        raise JobError(f"the simulation {active_run} is running in {store.home}: wait for its end, or stop it first")
     return _list_regular_files(folders)
 
 
@@ -159,7 +160,7 @@ class _BackupArchive:
         self._files: dict[str, tuple[int, str]] = {}
 
     def add_file(self, name: str, path: Path, sha256: str = "") -> bool:
-        """Add a file. Return False if the file does not exist."""
+        """Add a file. Return False if the file does not exist. Raise StoreError if its hash is not `sha256`."""
         try:
             file = open(path, "rb")  # noqa: SIM115
         except FileNotFoundError:
@@ -208,7 +209,7 @@ def _open_part_file(file: Path) -> Iterator[int]:
         try:
             fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise JobError(f"another backup to {file} is being written: wait for its end") from None
+            raise JobError(f"{file} is being written by another backup: wait for its end") from None
         if file.exists() or not os.path.exists(path) or not os.path.samestat(os.fstat(part), os.stat(path)):
             raise _file_exists_error(file)  # another backup was completed before the lock
         os.fchmod(part, 0o600)
@@ -223,23 +224,23 @@ def _open_part_file(file: Path) -> Iterator[int]:
 
 
 def _file_exists_error(file: Path) -> JobError:
-    return JobError(f"{file} is there already: name a new file")
+    return JobError(f"{file} exists already: choose a new file name")
 
 
 def restore_backup(file: Path, home: Path) -> BackupSummary:
-    """Restore a home from a backup, completely or not at all."""
+    """Restore a home completely or not at all. Raise JobError if it is not empty, StoreError after damage."""
     home = Path(os.path.abspath(home))
     if home.is_symlink() or not _is_missing_or_empty(home):
-        raise JobError(f"{home} exists already: name a folder that does not exist, or move this one away first")
+        raise JobError(f"{home} exists already: choose a new folder, or move this one away")
     part = home.with_name(f"{home.name}.part")
-    with disk_errors(f"make {home} from {file}", _WHEN_FULL), _open_part_folder(part):
+    with disk_errors(f"restore {home} from {file}", _WHEN_FULL), _open_part_folder(part):
         manifest = _extract_and_verify_backup(file, part)
         with Store(part) as store:
             summary = BackupSummary(
                 len(store.all_jobs()), len(manifest.files), sum(size for size, _ in manifest.files.values())
             )
             if store.damage:
-                raise StoreError(f"{file}: its database is damaged ({store.damage}): take an earlier backup")
+                raise StoreError(f"{file}: the database is damaged ({store.damage}): use an earlier backup")
         _sync_folders(part)
         os.replace(part, home)  # replaces an empty folder
         REAL.sync(home.parent)
@@ -248,6 +249,7 @@ def restore_backup(file: Path, home: Path) -> BackupSummary:
 
 
 def _extract_and_verify_backup(file: Path, folder: Path) -> BackupManifest:
+    """Extract a backup into a folder, and return its manifest. Raise StoreError if a file is damaged or unexpected."""
     files: dict[str, tuple[int, str]] = {}
     with open(file, "rb") as raw:
         try:
@@ -263,8 +265,8 @@ def _extract_and_verify_backup(file: Path, folder: Path) -> BackupManifest:
                         raise StoreError(_unexpected_file_text(file, member.name))
                     files[member.name] = _write_private_file(source, folder / member.name)
         except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
-            raise StoreError(f"{file} is no whole backup ({error}): take another one") from None
-    raise StoreError(f"{file} is cut short or damaged after {len(files)} files: take another backup")
+            raise StoreError(f"{file} is not a complete backup ({error}): use another backup") from None
+    raise StoreError(f"{file} is truncated or damaged after {len(files)} files: use another backup")
 
 
 def _parse_and_verify_manifest(
@@ -272,23 +274,25 @@ def _parse_and_verify_manifest(
 ) -> BackupManifest:
     try:
         if hashlib.sha256(text).hexdigest() != stated_digest:
-            raise StoreError(f"{file} is damaged: its manifest is not what was written; take another backup")
+            raise StoreError(f"{file} is damaged: the manifest does not match its hash. Use another backup")
         format = msgspec.json.decode(text)["format"]
         if format != FORMAT:
-            raise StoreError(f"{file} has format {format}, and this fedquilt reads {FORMAT}: use the one that wrote it")
+            raise StoreError(
+                f"{file} has format {format}, but this fedquilt reads {FORMAT}: use the version that wrote it"
+            )
         manifest = msgspec.json.decode(text, type=BackupManifest)
     except (*DECODE_ERRORS, KeyError, TypeError):
-        raise StoreError(f"{file} is no backup of fedquilt: its manifest cannot be read") from None
+        raise StoreError(f"{file} is not a backup of fedquilt: the manifest cannot be read") from None
     for name in sorted(files.keys() | manifest.files.keys()):
         if files.get(name) != manifest.files.get(name):
-            raise StoreError(f"{file} is damaged: {name} is not what was saved; take another backup")
+            raise StoreError(f"{file} is damaged: {name} differs from the manifest. Use another backup")
     if DATABASE not in files:
-        raise StoreError(f"{file} is no backup of a home: it has no {DATABASE}")
+        raise StoreError(f"{file} is not a backup of a home: {DATABASE} is missing")
     return manifest
 
 
 def _unexpected_file_text(file: Path, name: str) -> str:
-    return f"{file} is no backup of fedquilt: it holds {name[:80]!r}"
+    return f"{file} is not a backup of fedquilt: unexpected file {name[:80]!r}"
 
 
 def _write_private_file(source: IO[bytes], path: Path) -> tuple[int, str]:
@@ -308,14 +312,14 @@ def _write_private_file(source: IO[bytes], path: Path) -> tuple[int, str]:
 def _open_part_folder(part: Path) -> Iterator[None]:
     """Create, lock and empty the folder, and remove the folder after an error.
 
-    Raises JobError if the path is in use by another command or is no folder of an earlier restoration.
+    Raise JobError if another command uses the path, or if it is not the folder of an earlier restoration.
     """
     if not _is_missing_or_empty(part) and not _lock_path(part).is_file():
-        raise JobError(f"{part}, where the home is made first, is something else: move it away")
+        raise JobError(f"{part} is needed for the restoration, but is not from an earlier one: move it away")
     part.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = REAL.lock(_lock_path(part))
     if lock is None:
-        raise JobError(f"another command is making {part}: wait for its end")
+        raise JobError(f"{part} is in use by another restoration: wait for its end")
     try:
         for entry in part.iterdir():
             if entry != _lock_path(part):

@@ -62,12 +62,11 @@ class RolloutLog:
     ) -> None:
         self._wall_s, self._counters, self._home, self._open_transaction = wall_s, counters, home, open_transaction
         self._rows = RowStore(db, home, table="rollouts", events_table="rollout_facts")
-        self._cached: dict[
-            str, tuple[int, JobRow, Rollout, float]
-        ] = {}  # id -> number of the latest event read, row, state and time
+        # id -> number of the latest event read, row, state and time
+        self._cached: dict[str, tuple[int, JobRow, Rollout, float]] = {}
 
     def add_rollout(self, plan: RolloutPlan, *, id: str = "") -> str:
-        """Queue a rollout and return its id, `<kind>-<date>-<time>-<random>` unless given."""
+        """Queue a rollout and return its id. Raise JobError if another rollout of this kind is under way."""
         plan.require_valid()
         now = time.time()
         id = id or f"{plan.kind}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
@@ -75,8 +74,8 @@ class RolloutLog:
             for stored in self._load_rollouts_and_errors()[0]:
                 if stored.state.plan.kind == plan.kind and stored.state.is_under_way:
                     raise JobError(
-                        f"{stored.state.id} of {stored.state.plan.name} is {stored.state.status}: wait for its end, or "
-                        f"`fedquilt rollout back {stored.state.id} --home {self._home}`"
+                        f"rollout {stored.state.id} of {stored.state.plan.name} is {stored.state.status}: wait for its "
+                        f"end, or abort it with `fedquilt rollout back {stored.state.id} --home {self._home}`"
                     )
             body = encode_lossless(id, plan, _plan)
             self._rows.insert_job(JobRow(id, body, "", "", now, submitter=current_user()))
@@ -91,7 +90,7 @@ class RolloutLog:
             return self._load_rollouts_and_errors()[1]
 
     def find_rollout(self, rollout: str = "") -> StoredRollout:
-        """Return the latest rollout with this id, run or version, or the latest of all for ""."""
+        """Return the latest rollout with this id or version, or of this run's model, or the latest of all for ""."""
         rollouts = self.readable_rollouts()
         if rollout and (error := self.read_errors().get(rollout)):
             raise StoreError(str(error))
@@ -99,7 +98,7 @@ class RolloutLog:
             if rollout in ("", stored.state.id, stored.state.plan.name, stored.state.plan.name.rsplit("-", 3)[0]):
                 return stored
         ids = ", ".join(stored.state.id for stored in rollouts) or "none"
-        raise StoreError(f"no rollout {rollout!r} in {self._home}; there are: {ids}")
+        raise StoreError(f"no rollout {rollout!r} in {self._home}: choose one of {ids}")
 
     def read_events(self, id: str) -> list[tuple[int, float, AnyRolloutEvent]]:
         """Return the events of a rollout, oldest first, as (sequence number, wall-clock seconds, event)."""
@@ -157,7 +156,9 @@ class RolloutLog:
         for row, is_intact in self._rows.read_jobs():
             try:
                 if not is_intact:
-                    raise self._rows.damage_error(row.id, "its row in the list of rollouts is not what was written")
+                    raise self._rows.damage_error(
+                        row.id, "its row in the table of rollouts does not match its checksum"
+                    )
                 rollouts.append(self._load_rollout(row))
             except JobError as error:
                 errors[ascii(row.id)[1:-1]] = error
@@ -188,7 +189,7 @@ class RolloutLog:
             try:
                 yield seq, time_s, _decoded(body)
             except DECODE_ERRORS as error:
-                raise self._version_error(id, f"fact {seq}: {error}") from None
+                raise self._version_error(id, f"event {seq}: {error}") from None
 
     def _version_error(self, id: str, detail: str) -> JobError:
         return JobError(f"{self._home}: {id} was written by another version of fedquilt ({detail}): use that version")

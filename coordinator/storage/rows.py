@@ -79,8 +79,6 @@ class IndexedLog(msgspec.Struct):
 
 
 class LogIndex:
-    """Index of the event logs in one database."""
-
     def __init__(self, db: sqlite3.Connection, load_snapshot_log: Callable[[str], IndexedLog | None]) -> None:
         self._db, self._load_snapshot_log = db, load_snapshot_log
         self._logs: dict[str, IndexedLog] = {}
@@ -95,7 +93,7 @@ class LogIndex:
     def add_written_event(
         self, job: str, previous_checksum: bytes, seq: int, time_s: float, body: str, sum: bytes
     ) -> None:
-        """Add an event that this process appends to a log, if the index ends at the checksum `previous_checksum`."""
+        """Add an event that this process has written, if the index ends at the checksum `previous_checksum`."""
         log = self._logs.get(job)
         # after a rollback, `read_log` finds another checksum and reads the log again
         if log is not None and log.head == previous_checksum:
@@ -133,8 +131,6 @@ class _UpdateField(msgspec.Struct):
 
 
 class _ReferencedBlobs(msgspec.Struct):
-    """Blobs named in an event. The other fields of the event are not decoded."""
-
     state: _BlobField | None = None
     best: bool = False  # whether the previous state is the best so far
     update: _UpdateField | None = None
@@ -174,8 +170,8 @@ def database_errors(home: Path) -> Iterator[None]:
     except (sqlite3.Error, OSError) as error:
         if type(error) is sqlite3.DatabaseError:  # subclasses report errors of the disk, the statement or a lock
             path = home / "fedquilt.db"
-            raise StoreError(f"{path} is damaged ({error}): put back a copy of the whole home") from None
-        raise StoreError(f"cannot use the store {home}: {describe_database_error(home, error)}") from None
+            raise StoreError(f"{path} is damaged ({error}): restore a backup of the whole home") from None
+        raise StoreError(f"{home} cannot be used: {describe_database_error(home, error)}") from None
 
 
 def describe_database_error(home: Path, error: Exception) -> str:
@@ -183,7 +179,7 @@ def describe_database_error(home: Path, error: Exception) -> str:
     text = getattr(error, "strerror", None) or str(error)
     is_denied = isinstance(error, sqlite3.Error) and any(phrase in text for phrase in ("readonly", "unable to open"))
     if not is_denied or not home.exists() or os.access(home, os.W_OK):
-        return f"{text}; {FIXES_BY_ERRNO.get(getattr(error, 'errno', 0), 'is the disk full, or the folder not yours?')}"
+        return f"{text}; {FIXES_BY_ERRNO.get(getattr(error, 'errno', 0), 'check free space and permissions')}"
     if os.statvfs(home).f_flag & os.ST_RDONLY:
         return f"{text} (read-only file system); use a copy of the folder where you can write"
     return f"{text} (no permission to write); {PERMISSION_FIX}"
@@ -270,20 +266,20 @@ def current_user() -> str:
 
 
 def encode_lossless(id: str, event: msgspec.Struct, decode: Callable[[str], object] = decoded) -> str:
-    """Return a struct as JSON that `decode` converts back to an equal value."""
+    """Return a struct as JSON that `decode` converts back to an equal value. Raise JobError if this is not possible."""
     kind = type(event).__name__
     try:
         body = msgspec.json.encode(event).decode()
         is_equal = decode(body) == event
     except (msgspec.MsgspecError, UnicodeError, OverflowError) as error:
-        raise JobError(f"{kind} of {id} cannot be kept: {error}") from None
+        raise JobError(f"{kind} of {id} cannot be encoded: {error}") from None
     if not is_equal:
-        raise JobError(f"{kind} of {id} cannot be kept: it holds a number that is not finite")
+        raise JobError(f"{kind} of {id} cannot be encoded: it contains a number that is not finite")
     return body
 
 
 class RowStore:
-    """Tables of the jobs of one database, or of its rollouts.
+    """Rows and events of all jobs in a database, or of all rollouts, by `table`.
 
     Every method raises sqlite3.Error if the database cannot be read or written, and DamagedRunError if the rows of the
     job are damaged.
@@ -308,9 +304,9 @@ class RowStore:
         return nullcontext() if self._db.in_transaction else transaction(self._db, kind)
 
     def map_jobs(self, convert: Callable[[JobRow, bool], T]) -> list[T]:
-        """Return `convert(row, is_intact)` of every job. The results are cached until the database changes."""
+        """Return `convert(row, is_intact)` of every job. The result is cached until the database changes."""
         version = self._db.execute("pragma data_version").fetchone()[0], self._db.total_changes
-        if version != self._mapped_jobs[0] or self._db.in_transaction:  # which may be rolled back
+        if version != self._mapped_jobs[0] or self._db.in_transaction:  # the transaction may be rolled back
             self._mapped_jobs = (
                 (None if self._db.in_transaction else version),
                 [convert(row, is_intact) for row, is_intact in self.read_jobs()],
@@ -330,7 +326,7 @@ class RowStore:
             return None
         row = JobRow(*values[:-1])
         if row.row_checksum != values[-1]:
-            raise self.damage_error(id, f"its row in the list of {self._table} is not what was written")
+            raise self.damage_error(id, f"its row in the table of {self._table} does not match its checksum")
         return row
 
     def insert_job(self, row: JobRow) -> None:
@@ -392,9 +388,9 @@ class RowStore:
         for seq, time_s, body, sum in rows:
             previous_checksum = checksum(previous_checksum, id, time_s, body)
             if sum != previous_checksum:
-                raise self.damage_error(id, f"fact {seq}, or the one before it, is not what was written")
+                raise self.damage_error(id, f"event {seq} or the event before it does not match its checksum")
         if row is not None and row.head != previous_checksum and len(rows) != max_events:
-            raise self.damage_error(id, "its last facts are missing")
+            raise self.damage_error(id, "its last events are missing")
         return [(seq, time_s, body) for seq, time_s, body, _ in rows]
 
     def checksum_at(self, id: str, seq: int) -> Any:
@@ -429,7 +425,7 @@ class RowStore:
     def damage_error(self, id: str, detail: str) -> DamagedRunError:
         run = f"{ascii(id)[1:-1]} in {self._home}"
         return DamagedRunError(
-            f"the log of {run} is damaged: {detail}; put back a copy of the whole home, or begin it anew"
+            f"the event log of {run} is damaged: {detail}. Restore a backup of the whole home, or submit the job again"
         )
 
     def is_update_counted(self, update: Update) -> bool:

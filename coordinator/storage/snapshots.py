@@ -87,11 +87,13 @@ class SnapshotStore:
             return None
         version, encoded_log, body, sum = row
         if sum != _row_checksum(job, version, encoded_log, body):
-            self._warn_of_unusable_snapshot(job, "it is not what was written")
+            self._warn_of_unusable_snapshot(job, "its checksum is wrong")
         elif version != VERSION:
-            self._warn_of_unusable_snapshot(job, f"it is of another version of fedquilt ({version}; this is {VERSION})")
+            self._warn_of_unusable_snapshot(
+                job, f"it is from another version of fedquilt ({version}, this is {VERSION})"
+            )
         elif not has_event(self._db, job, (log := msgspec.msgpack.decode(encoded_log, type=IndexedLog)).seq, log.head):
-            self._warn_of_unusable_snapshot(job, "the log has another fact, or none, where it ends")
+            self._warn_of_unusable_snapshot(job, "its last event differs from the log")
         else:
             return log, body
         return None
@@ -99,11 +101,11 @@ class SnapshotStore:
     def _warn_of_unusable_snapshot(self, job: str, reason: str) -> None:
         if job not in self._warned_jobs:
             self._warned_jobs.add(job)
-            text = "the snapshot of %s in %s is not used, and its log is read from the first event: %s"
+            text = "snapshot of %s in %s ignored, and the log read from the first event: %s"
             logger.warning(text, job, self._home, reason, extra=log_ids(run=job))
 
     def load_state(self, job: str, constants: JobConstants, now_s: float) -> tuple[Snapshot, int]:
-        """Return the latest snapshot and the number of its last event, or a new job's snapshot and 0."""
+        """Return a job's latest valid snapshot and the number of its last event, or the snapshot of a new job and 0."""
         with database_errors(self._home):
             log, body = self._read_snapshot(job) or (IndexedLog(), b"")
         if not body:  # no snapshot, or a job that is done
@@ -111,10 +113,10 @@ class SnapshotStore:
         try:
             snapshot = decode(body)
         except DECODE_ERRORS as error:
-            self._warn_of_unusable_snapshot(job, f"its state cannot be read ({error})")
+            self._warn_of_unusable_snapshot(job, f"its state cannot be decoded ({error})")
             return Snapshot(JobState(constants)), 0
         if snapshot.job_state.constants != constants:
-            self._warn_of_unusable_snapshot(job, "the job's settings have changed since")
+            self._warn_of_unusable_snapshot(job, "the job's settings have changed")
             return Snapshot(JobState(constants)), 0
         self._event_counts[job] = log.event_count
         job_state = snapshot.job_state
@@ -146,7 +148,7 @@ class SnapshotStore:
             with self._open_transaction():
                 self._db.execute("insert or replace into snapshots values (?, ?, ?, ?, ?)", values)
         except (DamagedRunError, StoreError) as error:
-            logger.warning("no snapshot of %s is kept: %s", job, error, extra=log_ids(run=job))
+            logger.warning("no snapshot of %s is stored: %s", job, error, extra=log_ids(run=job))
         else:
             self._event_counts[job] = snapshot.event_count
 

@@ -52,7 +52,7 @@ INTEGRITY_CHECK_S: Final = 0.5  # time limit of the integrity check when a datab
 JOBS: Final = rows.SCHEMA.format(table="jobs", facts="facts")
 _SCHEMA: Final = """
 create table if not exists counters (name text primary key, value integer not null, sum blob not null);
--- what can be asked of facts: a damaged one says nothing
+-- events whose JSON can be queried: a damaged event is empty
 create view if not exists sound as
     select seq, job, case when json_valid(body) then body else '{}' end as body from facts;
 """
@@ -63,8 +63,8 @@ def require_tables(db: sqlite3.Connection, home: Path) -> None:
     version = int(db.execute("pragma user_version").fetchone()[0])
     if version != VERSION:
         raise StoreError(
-            f"{home} has tables of version {version}, and this fedquilt uses {VERSION}: use the fedquilt that wrote "
-            "it, or name another --home"
+            f"{home} has tables of version {version}, but this fedquilt uses {VERSION}: use the fedquilt version that "
+            "wrote them, or set another --home"
         )
 
 
@@ -75,7 +75,7 @@ def _make_tables(db: sqlite3.Connection) -> None:
 
 
 def find_damage(db: sqlite3.Connection, limit_s: float = INTEGRITY_CHECK_S) -> str:
-    """Return the damage that SQLite finds within `limit_s`, or "". A wrong index is rebuilt."""
+    """Return the damage that SQLite finds within `limit_s`, or "" if it finds none. A wrong index is rebuilt."""
     errors = _find_integrity_errors(db, limit_s)
     if errors and all(any(kind in line for kind in _INDEX_ERRORS) for line in errors):
         db.execute("reindex")
@@ -189,7 +189,7 @@ class Store:
             self._lock.release()
 
     def acquire_lock(self) -> bool:
-        """Lock the home until `close`, and own the blob store. Return False if another process has the lock."""
+        """Lock the home and its blob store until `close`. Return False if another process holds the lock."""
         if self._lock is None:
             self._require_undamaged()
             # `is_served` of another process holds the lock for a moment
@@ -203,6 +203,7 @@ class Store:
         return self._lock is not None or is_served(self.home, self._disk)
 
     def begin_epoch(self, min_epoch: int = 0) -> int:
+        """Store a new epoch above `min_epoch` and all earlier ones, and return it."""
         with self.open_transaction():
             epoch = 1 + max(self._read_epoch(), min_epoch)
             self._rows.set_counter("epoch", epoch)
@@ -217,7 +218,10 @@ class Store:
         """Return the stored epoch or, if damaged, the latest epoch of a job."""
         epoch = self._rows.read_counter("epoch")
         if epoch is None:
-            log.warning("the number of starts in %s is damaged: devices say if it has become too small", self.home)
+            log.warning(
+                "the epoch in %s is damaged: the latest epoch of a job is used, until a device reports a higher one",
+                self.home,
+            )
             return max((row.epoch for row, is_intact in self._rows.read_jobs() if is_intact), default=0)
         return epoch
 
@@ -232,7 +236,10 @@ class Store:
         return counter > 1 if counter else None
 
     def find_unfinished(self, job: JobSettings, bundle: Path, origin: Origin = "run") -> str | None:
-        """Return the id of the job's latest unfinished run with this bundle content, or armed run, or None."""
+        """Return the id of the job's latest run that is not done or failed, or None.
+
+        The bundle must have the same content, unless the run is armed.
+        """
         content = _hash_bundle(bundle)
         rows = [row for row in self.readable_jobs() if (row.job, row.bundle, row.origin) == (job, bundle, origin)]
         rows = [row for row in rows if row.content == content or row.status == ARMED]
@@ -243,20 +250,15 @@ class Store:
     ) -> str:
         """Queue a job, or arm a job with a trigger, and return its id.
 
-        The id is `<name>-<date>-<time>-<random>`, unless the caller requires a fixed `id` for an exact repetition.
-        `cause` is the cause of a triggered start, which the logs of both runs record.
+        The id is `<name>-<date>-<time>-<random>`, unless the caller gives a fixed `id` for an exact repetition. The
+        logs of both runs record the `cause` of a triggered start.
         """
         now = time.time()
         id = id or f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
-        status = (
-            ARMED
-            if origin == "run" and job.trigger is not None
-            else UNAPPROVED
-            if cause and cause.needs_approval
-            else "queued"
-        )
+        status = UNAPPROVED if cause and cause.needs_approval else "queued"
+        status = ARMED if origin == "run" and job.trigger is not None else status
         settings, submitter = msgspec.json.encode(job).decode(), cause.row.submitter if cause else current_user()
-        notes_by_run = {id: cause.reason, cause.row.id: f"{id} is started: {cause.reason}"} if cause else {}
+        notes_by_run = {id: cause.reason, cause.row.id: f"started {id}: {cause.reason}"} if cause else {}
         row = JobRow(id, settings, str(bundle), status, now, origin, submitter=submitter)
         with self.open_transaction():
             self._rows.insert_job(row._replace(content=_hash_bundle(bundle)))
@@ -280,34 +282,34 @@ class Store:
 
     def _decode_row(self, row: JobRow, is_intact: bool) -> StoredJob | UnreadableRow:
         if not is_intact:
-            damaged = self._rows.damage_error(row.id, "its row in the list of jobs is not what was written")
+            damaged = self._rows.damage_error(row.id, "its row in the table of jobs does not match its checksum")
             created = row.created if isinstance(row.created, float) else 0.0
             id, status, reason = (ascii(value)[1:-1] for value in (row.id, row.status, str(damaged)))  # may not be text
             return UnreadableRow(id, status, created, reason, damaged=True)
         try:
             job = msgspec.json.decode(row.settings, type=JobSettings)
         except DECODE_ERRORS as error:
-            reason = f"{self.home}: {row.id} was made by another version of fedquilt: {error}"
+            reason = f"{self.home}: {row.id} was written by another version of fedquilt: {error}"
             return UnreadableRow(row.id, row.status, row.created, reason, damaged=False)
         stored = Path(row.bundle), row.status, row.created
         return StoredJob(row.id, job, *stored, cast("Origin", row.origin), row.epoch, row.submitter, row.content)
 
-    def find_job(self, run: str) -> StoredJob:
-        """Return the job with this id, or the latest job with this name."""
+    def find_job(self, id_or_name: str) -> StoredJob:
+        """Return the latest job with this id or name. Raise StoreError if it is unknown or damaged."""
         rows = self.all_jobs()
         for row in reversed(rows):
-            if isinstance(row, UnreadableRow) and run == row.id:
+            if isinstance(row, UnreadableRow) and id_or_name == row.id:
                 raise StoreError(row.reason)
-            if isinstance(row, StoredJob) and run in (row.id, row.job.name):
+            if isinstance(row, StoredJob) and id_or_name in (row.id, row.job.name):
                 return row
         names = dict.fromkeys(row.job.name for row in rows if isinstance(row, StoredJob))
         names_and_ids = [*names, *(row.id for row in reversed(rows))]
-        raise StoreError(f"no run {run!r} in {self.home}{toml.describe_choices(run, names_and_ids)}")
+        raise StoreError(f"no run {id_or_name!r} in {self.home}{toml.describe_choices(id_or_name, names_and_ids)}")
 
     def delete_runs(self, ids: Collection[str], only_ended: bool = False) -> list[str]:
-        """Delete runs and their events in one transaction. Return the ids of the deleted runs.
+        """Delete runs and their events in one transaction, without their blobs. Return the ids of the deleted runs.
 
-        Blobs are left to garbage collection. With `only_ended`, runs that were resumed meanwhile are kept.
+        With `only_ended`, runs that have not ended are kept. Raise JobError for active runs of another process.
         """
         with self.open_transaction():
             self.require_inactive(ids)
@@ -319,18 +321,19 @@ class Store:
         return deleted
 
     def require_inactive(self, ids: Collection[str]) -> None:
+        """Raise JobError if another process's coordinator may be working on one of these runs."""
         is_served_elsewhere = self._lock is None and self.is_served()
         for id in ids:
             if is_served_elsewhere and (status := self.stored_status(id)) in UNENDED:
-                hint = f"`fedquilt stop {id} --home {self.home}` ends it first"
+                hint = f"stop it first: `fedquilt stop {id} --home {self.home}`"
                 raise JobError(f"{id} is {status}: {'wait until it has stopped' if status == 'stopping' else hint}")
 
     def mark_running(self, id: str) -> None:
-        """Record that this coordinator has activated a job, unless its stop was requested."""
+        """Record this coordinator's epoch, end a suspension and, unless a stop is requested, set "running"."""
         with self.open_transaction():
             self._rows.update_job(id, epoch=self._read_epoch())
-        self.suspensions.end_suspension(id)
-        self.set_status(id, "running", unless="stopping")
+            self.suspensions.end_suspension(id)
+            self.set_status(id, "running", unless="stopping")
 
     def current_status(self, row: StoredJob) -> str:
         """Return the status of a job at this moment.
@@ -348,14 +351,15 @@ class Store:
             return row.status if row.epoch == self._read_epoch() else "waiting"
 
     def describe_resume(self, row: StoredJob) -> str:
-        home_option = f"--home {self.home}"
+        """Return the command that continues an unfinished run, as a sentence."""
+        home = f"--home {self.home}"
         commands = {
-            "run": f"`fedquilt serve {home_option}`",
-            "fleet": f"`fedquilt simulate JOB --link embedded {home_option}` (or --link broker), with its --devices,",
-            "virtual": f"`fedquilt simulate JOB {home_option}`, with its --devices,",
+            "run": f"`fedquilt serve {home}`",
+            "fleet": f"`fedquilt simulate JOB --link embedded {home}` (or --link broker), with the same --devices,",
+            "virtual": f"`fedquilt simulate JOB {home}`, with the same --devices,",
             "simulation": "`fedquilt.simulate`, or `fedquilt simulate JOB --engine ENGINE`, with this job and home",
         }
-        return f"{commands[row.origin]} goes on with {row.id}"
+        return f"{commands[row.origin]} continues {row.id}"
 
     def stored_status(self, id: str) -> str:
         """Return the stored status of a job, "" for an unknown job, or "damaged" for a damaged row."""
@@ -431,8 +435,8 @@ class Store:
     def _require_undamaged(self) -> None:
         if self.damage:
             raise StoreError(
-                f"{self.home / 'fedquilt.db'} is damaged ({self.damage}): nothing is written there; put back a copy of "
-                "the whole home, or export what can still be read and use another home"
+                f"{self.home / 'fedquilt.db'} is damaged ({self.damage}) and therefore read-only: restore a backup of "
+                "the whole home, or export the readable runs and use another home"
             )
 
     def end_inactive_job(self, id: str, event: JobEnded) -> str:
@@ -459,7 +463,7 @@ class Store:
         return event.status
 
     def read_events(self, id: str, after: int = 0, max_events: int = -1) -> Iterator[tuple[int, float, AnyEvent]]:
-        """Yield (sequence number, wall-clock seconds, event) of a job's events, oldest first."""
+        """Yield (sequence number, wall-clock seconds, event), oldest first. Raise JobError if one is unreadable."""
         with database_errors(self.home):
             rows = self._rows.read_events(id, after, max_events)
         for seq, time_s, body in rows:
@@ -467,8 +471,8 @@ class Store:
                 yield seq, time_s, decoded(body)
             except DECODE_ERRORS as error:
                 raise JobError(
-                    f"fact {seq} of {id} in {self.home} cannot be read by this version ({error}): go on with the "
-                    "version that wrote it, or run the job anew"
+                    f"event {seq} of {id} in {self.home} cannot be read by this version ({error}): use the version "
+                    "that wrote it, or submit the job again"
                 ) from None
 
 
@@ -482,8 +486,6 @@ NAME: Final = "fedquilt.db"
 
 
 class ChangeDetector:
-    """Cheap detector of writes to a database, which need not exist yet."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self._db: sqlite3.Connection | None = None
@@ -527,6 +529,6 @@ class StoreReader(Store):
 
 
 def open_store(home: Path, *, durable: bool = True) -> Store:
-    """Open a home, only for reading if this user cannot write there. Every method is as in `Store`."""
+    """Open a home, or a `StoreReader` of it if this user cannot write there."""
     writable = os.access(home, os.W_OK) and os.access(home / NAME, os.W_OK)
     return Store(home, durable=durable) if writable else StoreReader(home)

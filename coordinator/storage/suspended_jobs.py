@@ -1,7 +1,7 @@
-"""Suspended jobs, whose data the disk fails to return, and the times of their retries.
+"""Suspended jobs, whose data the disk fails to read, and the times of their retries.
 
-A job is tried TRIES times, RETRY_S apart. A new coordinator tries at once and counts the tries of earlier coordinators,
-so that a job fails after a limited number of tries even if coordinators are killed.
+A read is tried TRIES times, RETRY_S apart. A new coordinator tries at once and counts the tries of earlier ones, so
+that a job fails after a limited number of tries even if coordinators are killed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Suspension(NamedTuple):
         start, retry = (
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s)) for time_s in (self.start_time, self.retry_time)
         )
-        return f"the disk since {start}, and is tried again at {retry}: {self.reason}"
+        return f"the disk since {start}, with the next try at {retry}: {self.reason}"
 
 
 def count_failure(
@@ -54,7 +54,7 @@ def count_failure(
     """
     if suspension is None or suspension.subject != subject or now >= suspension.retry_time + FORGET_AFTER_S:
         suspension = Suspension(now, now, reason, subject, 0)
-    # A try of a restarted coordinator before the retry time does not count.
+    # a restarted coordinator tries before the retry time, which does not count
     is_early = 0 < suspension.retry_time - now <= RETRY_S
     tries = suspension.tries + (is_limited and not is_early)
     if tries >= TRIES:

@@ -52,13 +52,12 @@ class WriteAheadLog(NamedTuple):
         return False
 
     def report_damage(self, disk: Disk, db: sqlite3.Connection) -> None:
-        """Log a warning of a damaged log, and copy it, once SQLite has opened the database and has space."""
+        """Log a warning of a damaged log, and copy the log. Call after SQLite has opened the database."""
         if not self.committed_frames:
             return
         try:
-            _, read_frames, _ = db.execute(
-                "pragma wal_checkpoint(passive)"
-            ).fetchone()  # -1 if another process has the lock
+            # -1 if another process has the lock
+            _, read_frames, _ = db.execute("pragma wal_checkpoint(passive)").fetchone()
         except sqlite3.OperationalError as error:
             if "is full" not in str(error):
                 raise
@@ -67,8 +66,8 @@ class WriteAheadLog(NamedTuple):
             copy_path = self.path.with_name(f"{self.path.name}.damaged")
             disk.write(copy_path, disk.read(self.path))
             log.warning(
-                "%s is damaged: its last %d pages cannot be read, and facts in them are lost; a copy is %s, and "
-                "devices say what they know beyond what is left",
+                "%s is damaged: its last %d pages cannot be read, and the events in them are lost. A copy is in %s. "
+                "Devices report rounds that the log now lacks",
                 *(self.path, lost_frames, copy_path),
             )
 

@@ -1,8 +1,8 @@
 """Aggregation of a round: its updates, evaluations and training metrics.
 
 Each update is folded once, on arrival. Mergeable accumulators (`Aggregation.accumulator`) take updates in any order,
-with bit-identical results. Any others take updates in the order of device ids, as far as they arrive in this order. If
-a folded update does not count in the end, or differs from the update that does, the commit folds all updates again.
+with bit-identical results. Others take updates in the order of device ids, as long as they arrive in this order. If a
+folded update is not accepted, or the accepted update differs from it, the commit folds all updates again.
 
 The coordinator's loop processes small updates in one pass. A worker processes large ones: their tensors are read from
 disk one at a time and added to the partial aggregate in place. An exact partial aggregate is stored from time to time,
@@ -54,30 +54,32 @@ OUTLIER_LOSS_FACTOR: Final = 1000.0  # a note names devices whose loss exceeds t
 
 
 def aggregate_evaluations(updates: Collection[Update]) -> EvaluationSums | None:
-    """Return the sum of a round's consistent evaluations (`explain_evaluation`), or None."""
+    """Return the sum of the evaluations with the task and outputs of most devices, or None without evaluations."""
     return evaluation.add_evaluations(sums for _, sums in _select_consistent_evaluations(updates))
 
 
 def explain_evaluation(updates: Collection[Update]) -> list[str]:
+    """Return notes on a missing evaluation, ignored evaluations, and devices with an extreme loss."""
     consistent = dict(_select_consistent_evaluations(updates))
     reported = {update.device: update.evaluation for update in updates if update.evaluation is not None}
     if reported and not consistent:
-        return ["no evaluation: none of the devices holds out an example ([data] held), or there is no model yet"]
+        return ["no evaluation: no device has held-out examples ([data] held), or there is no model yet"]
     notes = [
-        f"the evaluation of {device} does not count: its network has {sums.outputs} outputs, those of most have others"
+        f"evaluation of {device} ignored: its network has {sums.outputs} outputs, unlike most devices' networks"
         for device, sums in sorted(reported.items())
         if sums.examples and device not in consistent
     ]
     losses = {device: math.fsum(sums.loss) / sums.examples for device, sums in consistent.items()}
     median_loss = statistics.median(losses.values()) if losses else 0.0
     return notes + [
-        f"the evaluation's loss is {loss:.4g} on {device}, and {median_loss:.4g} on half of the devices at most"
+        f"evaluation of {device}: the loss is {loss:.4g}, and the median of all devices is {median_loss:.4g}"
         for device, loss in sorted(losses.items())
         if loss > OUTLIER_LOSS_FACTOR * max(median_loss, LEARNT_LOSS)
     ]
 
 
 def _select_consistent_evaluations(updates: Collection[Update]) -> list[tuple[str, EvaluationSums]]:
+    """Return (device, sums) of the evaluations with the most frequent task and number of outputs."""
     evaluations = [
         (update.device, update.evaluation) for update in updates if update.evaluation and update.evaluation.examples
     ]
@@ -111,11 +113,9 @@ def explain_missing_metrics(updates: Collection[Update], averages: Mapping[str, 
     infinite_names = {name for update in updates if update.weight for name in update.metrics} & missing
     notes = []
     if unweighted_names := sorted(missing - infinite_names):
-        notes.append(f"no mean of {', '.join(unweighted_names)}: every update counts as 0 examples")
+        notes.append(f"no average of {', '.join(unweighted_names)}: all updates have weight 0")
     if infinite_names:
-        notes.append(
-            f"no value of {', '.join(sorted(infinite_names))}: what the devices report adds up beyond any number"
-        )
+        notes.append(f"no average of {', '.join(sorted(infinite_names))}: the sum of the reported values is not finite")
     return notes
 
 
@@ -132,7 +132,7 @@ def _weighted_mean(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def explain_unchanged_loss(losses: Mapping[int, float], lr: object) -> str | None:
-    """Return the probable cause if the loss has not changed in UNCHANGED_ROUNDS, or None."""
+    """Return the probable cause of a constant loss, or None unless there are exactly UNCHANGED_ROUNDS losses."""
     first_losses = [losses[number] for number in range(UNCHANGED_ROUNDS) if number in losses]
     if len(losses) != UNCHANGED_ROUNDS or len(first_losses) != UNCHANGED_ROUNDS or max(first_losses) < LEARNT_LOSS:
         return None
@@ -149,6 +149,8 @@ FoldInputs = tuple[float, Mapping[str, float], Mapping[str, BlobRef]]  # weight,
 
 
 class PartialAggregate:
+    """Updates of a round folded so far. With `any_order`, they may be folded in any order."""
+
     def __init__(self, any_order: bool = False) -> None:
         self._any_order = any_order
         self.reset()
@@ -156,16 +158,16 @@ class PartialAggregate:
     def reset(self) -> None:
         self._folded_inputs: dict[str, FoldInputs] = {}  # by device, in the order of folding
         self.total: Any = None  # aggregate of these updates, or None without updates
-        self._pending_sums: list[tuple[dict[str, FoldInputs], Callable[[], Any]]] = []  # sums of simulation workers
+        self._pending_sums: list[tuple[dict[str, FoldInputs], Callable[[], Any]]] = []  # sums of simulation processes
 
     def can_fold_now(self, device: str, accepted: Mapping[str, Update], pending: Iterable[str]) -> bool:
-        """Return whether a device's update can be folded on arrival."""
         if self._any_order:
             return not self._contains_device(device)
         is_next = self.can_fold_in_order(device) and device == min(pending, default="")
         return is_next and len(self._folded_inputs) == len(accepted)
 
     def can_fold_in_order(self, device: str) -> bool:
+        """Return whether a device is not folded yet, and comes after all folded devices if the order matters."""
         return (
             not self._contains_device(device) if self._any_order else device > next(reversed(self._folded_inputs), "")
         )
@@ -174,11 +176,11 @@ class PartialAggregate:
         self._folded_inputs[device], self.total = inputs, total
 
     def add_pending_sum(self, inputs: Mapping[str, FoldInputs], total: Callable[[], Any]) -> None:
-        """Add a sum that a worker of the simulation computes. If `total` returns None, updates are folded singly."""
+        """Add a sum that a simulation process computes. `total()` may return None to fold singly."""
         self._pending_sums.append((dict(inputs), total))
 
     def merge_pending_sums(self, updates: Mapping[str, Update]) -> None:
-        """Merge the pending sums whose updates all count unchanged, and drop the rest."""
+        """Merge the pending sums of updates that were all accepted unchanged. Drop any other sum."""
         for inputs_by_device, compute_sum in self._pending_sums:
             is_unchanged = all(
                 device in updates and fold_inputs(updates[device]) == inputs
@@ -215,7 +217,7 @@ class PartialAggregate:
         )
 
     def remaining_devices(self, updates: Mapping[str, Update]) -> list[str]:
-        """Return the devices left to fold, sorted. Reset the aggregate first if it contains any other update."""
+        """Return the devices left to fold, sorted. Reset an aggregate with an update that is not in `updates` first."""
         if not self.is_part_of(updates):
             self.reset()
         return [device for device in sorted(updates) if device not in self._folded_inputs]
@@ -248,10 +250,7 @@ BaseTensors = Callable[[str], Tensors | None]
 
 
 class Aggregator:
-    """Aggregation of one running round, from the state at its start.
-
-    With `large`, from the first large update on, exact partial aggregates stay on disk.
-    """
+    """Aggregation of one round. With `large`, set by the first large update, exact aggregates stay on disk."""
 
     def __init__(
         self,
@@ -262,35 +261,34 @@ class Aggregator:
         *,
         large: bool = False,
     ) -> None:
-        self._blob_store, self._aggregation, self._state, self._job = (
-            blob_store,
-            method_functions.aggregation,
-            state,
-            job,
-        )
+        self._blob_store, self._state, self._job = blob_store, state, job
+        self._aggregation = method_functions.aggregation
         self._accumulator_type, self.large = method_functions.aggregation.accumulator(state), large
         if large:
             process_resources.release_freed_memory()  # memory of the previous round
-        self._partial_aggregate = self._new_folding()
+        self._partial_aggregate = self._new_partial_aggregate()
         self._cached_updates: dict[str, tuple[Update, DeviceUpdate]] = {}  # by device, up to UPDATE_CACHE_BYTES
         self._cached_bytes = 0
         # state, folded updates and result of the latest count
         self._unfolded_count: tuple[JobState, int, tuple[int, int]] | None = None
 
-    def read_update(
+    def decode_update(
         self, update: Update, job_state: JobState, find_base: BaseTensors, bounds: validation.ClaimBounds
     ) -> Update:
-        """Decode, check and store an update, fold the update if due in order, and return it as stored."""
+        """Decode, check and store an update, fold the update if it is due in order, and return the update as stored.
+
+        Raise UpdateError if the update is invalid, and StoreError or LostUpdateError if a blob cannot be stored or
+        read.
+        """
         is_site_update = has_site_bundles(update.bundles)
         if self._job.wire.codec == "raw" and not is_site_update and self._partial_aggregate.contains_update(update):
             return update
         with validation.name_device_in_errors(update.device):
-            decoded = self._decode_update(job_blobs.load_update(self._blob_store, update), find_base)
-            update = self._with_permitted_devices(update, decoded, bounds)
+            decoded = self._decode_bundles(job_blobs.load_update(self._blob_store, update), find_base)
+            update = self._with_site_devices(update, decoded, bounds)
             is_foldable_now = self._partial_aggregate.can_fold_now(
                 update.device, job_state.accepted_updates, job_state.pending_devices
             )
-
             is_foldable_now = is_foldable_now and (self._is_exact or not is_site_update)
             if is_foldable_now:
                 total = self._fold_update(decoded)
@@ -308,6 +306,7 @@ class Aggregator:
         return update
 
     def can_fold_early(self, job_state: JobState, round: int, device: str) -> bool:
+        """Return whether a raw update of a device at work may be folded before the device announces the update."""
         return (
             round == job_state.round
             and device in job_state.pending_devices
@@ -328,26 +327,20 @@ class Aggregator:
             self._partial_aggregate.include_update(update.device, (update.weight, update.metrics, bundles), total)
 
     def state_path_for_folding(self, job_state: JobState) -> str | None:
-        """Return the state file with which other processes may fold small updates, or None."""
-        can_fold = (
-            self._accumulator_type is not None and self._job.wire.codec == "raw" and "work" in job_state.task_actions
-        )
-        if (
-            not can_fold
-            or job_state.is_evaluation_round
-            or job_state.state is None
-            or job_state.state.size > WHOLE_BYTES
-        ):
+        """Return the state file for folding of small raw updates in other processes, or None to forbid it."""
+        is_raw_training = self._job.wire.codec == "raw" and "work" in job_state.task_actions
+        if not self._is_exact or not is_raw_training or job_state.is_evaluation_round:
             return None
-        return self._blob_store.verified_path(job_state.state.sha256)
+        state = job_state.state
+        return None if state is None or state.size > WHOLE_BYTES else self._blob_store.verified_path(state.sha256)
 
     def fold_aggregate_early(
         self, job_state: JobState, round: int, inputs: Mapping[str, FoldInputs], wait_for_packed: Callable[[], bytes]
     ) -> None:
-        """Accept a packed partial aggregate of updates, if all of them are expected.
+        """Add a packed partial aggregate of updates, if all its devices are at work on this round.
 
-        The aggregate counts only after all its updates were accepted with the same content. `wait_for_packed` is
-        called at the end of the round. The call waits for the aggregate, and returns b"" if there is none.
+        The aggregate counts only after all its updates were accepted with the same content. `wait_for_packed` is called
+        at the end of the round, waits for the aggregate, and returns b"" if there is none.
         """
         if not all(self.can_fold_early(job_state, round, device) for device in inputs):
             return
@@ -366,13 +359,14 @@ class Aggregator:
             self._cached_bytes += size
             self._cached_updates[update.device] = (update, decoded)
 
-    def validate_large_update(self, update: Update, find_base: BaseTensors, bounds: validation.ClaimBounds) -> Update:
+    def decode_large_update(self, update: Update, find_base: BaseTensors, bounds: validation.ClaimBounds) -> Update:
+        """Decode, check and store an update with its tensors on disk, without folding. Raise UpdateError if invalid."""
         with validation.name_device_in_errors(update.device):
             decoded = self._open_update(update)
             for bundle in decoded.bundles.values():
                 tensors.require_finite(bundle)
-            decoded = self._decode_update(decoded, find_base)
-            update = self._with_permitted_devices(update, decoded, bounds)
+            decoded = self._decode_bundles(decoded, find_base)
+            update = self._with_site_devices(update, decoded, bounds)
             self._aggregation.require_valid_update(self._state, decoded)
         return self._store_decoded(update, decoded)
 
@@ -383,7 +377,7 @@ class Aggregator:
         )
 
     def count_unfolded(self, job_state: JobState) -> tuple[int, int]:
-        """Return the number and bytes of updates that wait for folding. Valid during a worker's call."""
+        """Return the number and bytes of updates that wait for folding. May be called while a worker folds."""
         if "work" not in job_state.task_actions:
             return 0, 0
         cached = self._unfolded_count
@@ -403,8 +397,8 @@ class Aggregator:
     def fold_next(self, job_state: JobState, stored_at: float) -> UpdatesAggregated | None:
         """Fold at most one update. Return the event of a newly stored partial aggregate, or None.
 
-        Other updates are left to later calls, so that the loop can admit another update for each one that is folded and
-        dropped.
+        The aggregate is stored once the blobs of its new updates have `stored_at` times its own size. Other updates are
+        left to later calls, so that the loop can admit another update for each folded one.
         """
         self._fold_pending(job_state, max_updates=1)
         if not self._is_worth_storing(job_state, stored_at):
@@ -439,7 +433,7 @@ class Aggregator:
         else:
             self._fold_pending(job_state)
             total = self._partial_aggregate.total
-        self._partial_aggregate = self._new_folding()
+        self._partial_aggregate = self._new_partial_aggregate()
         if self.large:
             process_resources.release_freed_memory()  # memory for the new state
         return total
@@ -454,12 +448,8 @@ class Aggregator:
         for device, update in updates.items():
             if update.site_devices:
                 site_update = self._open_update(update)
-                loaders.update(
-                    {
-                        device_update.device: partial(_return_update, device_update)
-                        for device_update in sites.split_site_update(site_update)
-                    }
-                )
+                for device_update in sites.split_site_update(site_update):
+                    loaders[device_update.device] = partial(_return_update, device_update)
             elif not has_site_bundles(update.bundles):
                 loaders[device] = partial(self._open_update, update)
         total = None
@@ -483,7 +473,7 @@ class Aggregator:
             self._partial_aggregate.include_update(device, fold_inputs(updates[device]), self._fold_update(decoded))
 
     def _load_or_create_partial_aggregate(self, job_state: JobState) -> PartialAggregate:
-        aggregate, stored = self._new_folding(), job_state.partial_aggregate
+        aggregate, stored = self._new_partial_aggregate(), job_state.partial_aggregate
         if stored is None:
             return aggregate
         assert self._accumulator_type is not None
@@ -496,7 +486,7 @@ class Aggregator:
     def _is_exact(self) -> bool:
         return self._accumulator_type is not None
 
-    def _new_folding(self) -> PartialAggregate:
+    def _new_partial_aggregate(self) -> PartialAggregate:
         self._scratch: ScratchFile | None = None
         return PartialAggregate(self._is_exact)
 
@@ -505,14 +495,13 @@ class Aggregator:
         return self._scratch
 
     def _fold_update(self, update: DeviceUpdate) -> Any:
-        """Return the aggregate with another update. Reset it after an error other than UpdateError."""
-        # an error may leave the aggregate half changed
+        """Return the aggregate with another update. Reset the aggregate after an error other than UpdateError."""
         try:
             with exact_sums.sums_on_disk(self._scratch_file() if self.large and self._is_exact else None):
                 return self._aggregation.fold(self._state, self._partial_aggregate.total, update)
         except UpdateError:  # raised before the aggregate is changed
             raise
-        except Exception:
+        except Exception:  # may leave the aggregate half changed
             self._partial_aggregate.reset()
             raise
 
@@ -520,14 +509,14 @@ class Aggregator:
         lazily = total_blob_bytes(update) > WHOLE_BYTES
         return job_blobs.load_update(self._blob_store, update, lazily=lazily)
 
-    def _decode_update(self, update: DeviceUpdate, find_base: BaseTensors) -> DeviceUpdate:
+    def _decode_bundles(self, update: DeviceUpdate, find_base: BaseTensors) -> DeviceUpdate:
         # a site has decoded its bundles already
         if has_site_bundles(update.bundles):
             return update
         return replace(update, bundles=compression.decode_update(self._job.wire, update.bundles, find_base))
 
-    def _with_permitted_devices(self, update: Update, decoded: DeviceUpdate, bounds: validation.ClaimBounds) -> Update:
-        """Return a site's update with the ids of its devices, if permitted, or any other update unchanged."""
+    def _with_site_devices(self, update: Update, decoded: DeviceUpdate, bounds: validation.ClaimBounds) -> Update:
+        """Return the update, with the ids of a site's devices. Raise UpdateError if the site has no right to them."""
         if not has_site_bundles(decoded.bundles):
             return update
         parts = sites.parts_of_site(decoded)
@@ -535,7 +524,7 @@ class Aggregator:
         return msgspec.structs.replace(update, site_devices=tuple(part.device for part in parts))
 
     def _store_decoded(self, update: Update, decoded: DeviceUpdate) -> Update:
-        """Store an update's decoded bundles and return it with their references. Raw and site updates stay."""
+        """Store an update's decoded bundles and return it with their references. Raw and site updates do not change."""
         if self._job.wire.codec == "raw" or has_site_bundles(update.bundles):
             return update
         refs = {

@@ -52,7 +52,7 @@ class LostUpdateError(JobError):
 
 
 class UnreadableError(StoreError):
-    """Error for a failed disk read of a job's data. A later attempt may succeed.
+    """Failed disk read of a job's data. A later attempt may succeed.
 
     Attributes:
         subject: The data that cannot be read.
@@ -75,12 +75,13 @@ class UnreadableError(StoreError):
         self.is_permanent = is_permanent or _find_descriptor_error(error) is not None
 
     def format_fix(self, run: str) -> str:
-        restore_hint = " or put a backup back (`fedquilt backup restore`)" if self.location == _HOME else ""
+        restore_hint = " or restore a backup (`fedquilt backup restore`)" if self.location == _HOME else ""
         return f"move {self.location} to another disk{restore_hint}, then `fedquilt resume {run}`"
 
 
 @contextmanager
 def convert_read_errors(subject: str, replaceable_blob: str = "", location: str = _HOME) -> Iterator[None]:
+    """Convert a StoreError in the context into an UnreadableError about `subject`. NoStateError is not converted."""
     try:
         yield
     except (tensors.NoStateError, UnreadableError):
@@ -112,8 +113,6 @@ def _convert_blob_read_errors(subject: str, ref: BlobRef, can_replace: bool) -> 
 
 
 class _BlobReadDisk(Disk):
-    """Disk whose read errors name the blob and the device of its update."""
-
     def __init__(self, disk: Disk, convert_errors: Callable[[], AbstractContextManager[None]]) -> None:
         self._disk, self._convert_errors = disk, convert_errors
 
@@ -144,7 +143,9 @@ def load_update(blob_store: BlobStore, update: Update, *, lazily: bool = False) 
         with convert_errors():
             content = blob_store.verified_path(ref.sha256) if lazily else blob_store.load(ref.sha256)
         if content is None:
-            raise LostUpdateError(update.device, f"blob {ref.sha256[:12]} is gone from {blob_store.folder}, or damaged")
+            raise LostUpdateError(
+                update.device, f"blob {ref.sha256[:12]} is missing from {blob_store.folder} or damaged"
+            )
         if isinstance(content, bytes):
             bundles[name] = tensors.decode_tensors(content)
             tensors.require_finite(bundles[name])
@@ -161,18 +162,21 @@ def load_partial_aggregate(blob_store: BlobStore, event: UpdatesAggregated, kind
             too.
         UnreadableError: If the disk fails.
     """
-    description = f"the sum {event.sum.sha256[:12]} of {len(event.devices)} updates"
+    description = f"the partial aggregate {event.sum.sha256[:12]} of {len(event.devices)} updates"
     try:
         read_large = partial(exact_sums.read_accumulator, kind=kind, disk=blob_store.disk, scratch_file=scratch)
-        with _convert_blob_read_errors(f"the sum of {len(event.devices)} updates", event.sum, can_replace=True):
+        with _convert_blob_read_errors(
+            f"the partial aggregate of {len(event.devices)} updates", event.sum, can_replace=True
+        ):
             if (aggregate := _load_object(blob_store, event.sum, kind, read_large)) is not None:
                 return aggregate
     except tensors.NoStateError as error:
         log.warning("%s cannot be used: %s", description, error)
-    raise LostUpdateError(event.devices[0], f"{description} is gone from {blob_store.folder}, or damaged")
+    raise LostUpdateError(event.devices[0], f"{description} is missing from {blob_store.folder} or damaged")
 
 
 def _load_object(blob_store: BlobStore, ref: BlobRef, kind: type[T], read_large: Callable[[str], T]) -> T | None:
+    """Return a stored object of class `kind`, read by `read_large` if large, or None if lost."""
     if ref.size > WHOLE_BYTES:
         path = blob_store.verified_path(ref.sha256)
         return None if path is None else read_large(path)
@@ -181,15 +185,15 @@ def _load_object(blob_store: BlobStore, ref: BlobRef, kind: type[T], read_large:
 
 
 def warn_of_rolled_back_log(job_state: JobState, job: str, device: str, claim: Claim, reported: set[str]) -> None:
-    """Log a warning, once per job, if a device has counted a round that the event log lacks."""
+    """Log a warning, once per job, if a device has completed a round that the event log lacks."""
     if claim.last_counted_round is None or job in reported or (claim.job, claim.round) != (job, job_state.round):
         return
     if device not in job_state.pending_devices or device in job_state.redoing_devices:
         return
     reported.add(job)
     log.warning(
-        "%s has counted round %d of %s, whose log here is at round %d: this home is an older copy, or has lost its "
-        "end; the job goes on from its log, and what devices know beyond does not count",
+        "%s has completed round %d of %s, but the event log is at round %d: this home is an older copy or has lost "
+        "events. The job continues from its log, and later results of devices do not count",
         *(device, claim.last_counted_round + 1, job, job_state.round + 1),
     )
 
@@ -199,13 +203,13 @@ def convert_bundle_read_errors(run: str, folder: Path) -> AbstractContextManager
 
 
 def open_bundle(run: str, folder: Path, content: str, blob_store: BlobStore) -> Bundle:
-    """Return the bundle of a run. Files are read on first use."""
+    """Return a bundle with meta data of sha256 `content`. Files are read on first use."""
     with convert_bundle_read_errors(run, folder):
         return job_bundle.load_bundle(folder, blob_store.disk, content)
 
 
 def restore_bundle_files(run: str, blob_store: BlobStore, folder: Path, files: Mapping[str, BlobRef]) -> None:
-    """Store the files of a run's bundle that are missing or damaged in the blob store."""
+    """Copy the files of a run's bundle that are missing or damaged in the blob store from the bundle's folder."""
     for name, ref in files.items():
         if not blob_store.has_blob(ref):
             with convert_bundle_read_errors(run, folder):
@@ -213,24 +217,23 @@ def restore_bundle_files(run: str, blob_store: BlobStore, folder: Path, files: M
             try:
                 blob_store.store_file(path, ref)
             except DamagedBlobError as error:  # changed since `verify_file`
-                raise JobError(f"{folder}: file {name!r} cannot be used ({error}): prepare it anew") from None
+                raise JobError(f"{folder}: file {name!r} cannot be used ({error}): prepare the bundle again") from None
 
 
 def base_tensors(blob_store: BlobStore, update: Update, sent_blobs: Set[str], name: str) -> Tensors | None:
     """Return the float32 tensors that a bundle's differences are relative to, or None for a full bundle.
 
-    Each tensor is read when it is used. `sent_blobs` are the sha256 of the blobs that the running round has sent.
+    Each tensor is read when it is used. `sent_blobs` are the sha256 of the blobs that the running round has sent. Raise
+    UpdateError for any other base.
     """
     sha256 = update.bases.get(name)
     if sha256 is None:
         return None
-    convert_errors = partial(
-        convert_read_errors, f"what {update.device}'s update has moved from ({sha256[:12]})", sha256
-    )
+    convert_errors = partial(convert_read_errors, f"the base of {update.device}'s update ({sha256[:12]})", sha256)
     with convert_errors():
         path = blob_store.verified_path(sha256) if sha256 in sent_blobs else None
     if path is None:
-        raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
+        raise UpdateError(f"bundle {name!r} is relative to the blob {sha256[:12]}, which this round has not sent")
     return disk_arrays.Float32Reader(path, _BlobReadDisk(blob_store.disk, convert_errors))
 
 
@@ -301,14 +304,12 @@ class ModelStates:
         """Store missing bundle files, and load the current state or create the first state of a new job."""
         restore_bundle_files(self._run, self._blob_store, self._folder, self._bundle.files)
         ref = job_state.state or store_tensors(self._blob_store, *tensors.split_state(self._create_initial_state()))
-        # what is stored, also of a new job
+        # a new state is read back too
         state = self.load_state(ref, job_state.round, can_recreate=not job_state.round)
-        has_evaluation_rounds = self._method.evaluation_round is not None and self._method.evaluation_round.is_needed(
-            state
-        )
-        return LoadedState(
-            ref, state, has_evaluation_rounds, encode_common_bundles(self._method, state, ref, self._blob_store)
-        )
+        evaluation_round = self._method.evaluation_round
+        has_evaluation_rounds = evaluation_round is not None and evaluation_round.is_needed(state)
+        common_bundles = encode_common_bundles(self._method, state, ref, self._blob_store)
+        return LoadedState(ref, state, has_evaluation_rounds, common_bundles)
 
     def load_state(self, ref: BlobRef, round: int, *, can_recreate: bool) -> Any:
         """Return a stored state. A lost initial state is created again from the bundle and stored.
@@ -316,7 +317,7 @@ class ModelStates:
         Args:
             ref: The reference of the state.
             round: The number of the round at whose start or end the state was stored.
-            can_recreate: Whether the origin of the state is available, so that a lost state can be stored again.
+            can_recreate: Whether a state that the disk fails to read can be created or computed again.
         """
         run, kind, blob_store = self._run, self._method.state, self._blob_store
         subject = f"the state of {run} ({ref.sha256[:12]})"
@@ -331,13 +332,13 @@ class ModelStates:
             initial_state = None if round else self._create_initial_state()
             if initial_state is None or blob_store.store_bytes(packed := tensors.pack_state(initial_state)) != ref:
                 raise JobError(
-                    f"{subject} is gone from {blob_store.folder}, or damaged, and cannot be made again from its "
-                    "log: put back a copy of the whole home, or run the job anew"
+                    f"{subject} is missing from {blob_store.folder} or damaged, and cannot be recomputed: restore a "
+                    "backup of the whole home, or submit the job again"
                 )
-            log.warning("%s was gone or damaged: it is made again", subject)
+            log.warning("%s was missing or damaged: created again from the bundle", subject)
             return tensors.unpack_state(packed, kind)
         except tensors.NoStateError as error:
-            raise JobError(f"{subject} cannot be read ({error}): run it anew") from None
+            raise JobError(f"{subject} cannot be read ({error}): submit the job again") from None
 
     def _create_initial_state(self) -> Any:
         with convert_bundle_read_errors(self._run, self._folder):

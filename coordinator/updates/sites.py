@@ -10,7 +10,7 @@ Both sides run the job's method in the job's rounds, each with a wrapper around 
   aggregate or the updates.
 
 A site sends a partial aggregate if the method's folds are exact (`fedquilt.arrays.exact_sums`) and the method can check
-foreign aggregates. Otherwise a site forwards its devices' updates, and the parent folds them in the order of all
+aggregates of others. Otherwise a site forwards its devices' updates, and the parent folds them in the order of all
 devices. So the result is bit-identical to that of one coordinator with all the devices.
 
 The bundles of a site's update are named `site.*` and sent without the job's codec, because the site has decoded them. A
@@ -62,7 +62,7 @@ BUNDLE_TENSORS: Final = 8000  # number of tensors after which a bundle of update
 
 
 class SiteUpdatePart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Part of a site's update for one device. With a partial aggregate, only the name is set."""
+    """Part of a site's update for one device. In a partial aggregate, only the device is set."""
 
     device: Name
     weight: Amount = 0.0
@@ -75,7 +75,6 @@ def encode_parts(parts: Sequence[SiteUpdatePart]) -> np.ndarray:
 
 
 def bundle_from_aggregate(arrays: Tensors, skeleton: str, devices: Sequence[str]) -> dict[str, Any]:
-    """Return the bundle of a partial aggregate of these devices. Arrays may stay on disk."""
     tables = {
         SKELETON_TENSOR: np.frombuffer(skeleton.encode(), np.uint8),
         DEVICE_TABLE: encode_parts([SiteUpdatePart(device) for device in devices]),
@@ -84,10 +83,13 @@ def bundle_from_aggregate(arrays: Tensors, skeleton: str, devices: Sequence[str]
 
 
 def aggregate_from_bundle(bundle: Tensors, kind: type) -> Any:
-    """Return the partial aggregate in a site's bundle. Arrays on disk are read when they are used."""
+    """Return the partial aggregate in a site's bundle. Arrays on disk are read when they are used.
+
+    Raise UpdateError unless the bundle contains an aggregate of class `kind`.
+    """
     skeleton, shapes = bundle.get(SKELETON_TENSOR), tensor_shapes(bundle)
     if skeleton is None or skeleton.dtype != np.uint8:
-        raise UpdateError("a site's sum does not say what it is of: the site has to be of this version of fedquilt")
+        raise UpdateError("a site's aggregate has no valid skeleton: install the same version of fedquilt on the site")
     slots = {name: np.empty(0) for name in shapes if name not in (SKELETON_TENSOR, DEVICE_TABLE)}
     names = {id(slot): name for name, slot in slots.items()}
     try:
@@ -132,18 +134,18 @@ def bundle_updates(updates: Sequence[DeviceUpdate]) -> Iterator[tuple[str, dict[
 
 
 def parts_of_site(update: DeviceUpdate) -> list[SiteUpdatePart]:
-    """Return the parts of a site's update, sorted by device."""
+    """Return the parts of a site's update by device. Raise UpdateError for repeated names and infinite weights."""
     devices, parts = set[str](), []
     for bundle in update.bundles.values():
         for part in _decode_parts(bundle):
             if part.device in devices:
-                raise UpdateError(f"it has {part.device} twice")
+                raise UpdateError(f"device {part.device} occurs twice in the site's update")
             devices.add(part.device)
             parts.append(part)
             if not math.isfinite(part.weight):
-                raise UpdateError(f"{part.device}: its weight is not a finite number")
+                raise UpdateError(f"{part.device}: the weight is not a finite number")
             if len(set(part.bundles)) < len(part.bundles):
-                raise UpdateError(f"{part.device} has two bundles of one name")
+                raise UpdateError(f"{part.device} has two bundles of the same name")
     return sorted(parts, key=lambda part: part.device)
 
 
@@ -156,16 +158,17 @@ def split_site_update(update: DeviceUpdate) -> list[DeviceUpdate]:
     updates = []
     for name, bundle in update.bundles.items():
         if not name.startswith(SITE_BUNDLES) or name == AGGREGATE_BUNDLE:
-            raise UpdateError(f"bundle {name!r} stands beside updates that are passed up")
+            raise UpdateError(f"bundle {name!r} is not allowed in a site's forwarded updates")
         updates += _split_bundle(update.round, bundle)
     if (weight := math.fsum(part.weight for part in updates)) != update.weight:
         raise UpdateError(
-            f"the updates of {len(updates)} boards weigh {weight:g}, in one that weighs {update.weight:g}"
+            f"weights of {len(updates)} forwarded updates add up to {weight:g}, but the site claims {update.weight:g}"
         )
     return updates
 
 
 def _split_bundle(round: int, bundle: Tensors) -> list[DeviceUpdate]:
+    """Return the updates inside one bundle of a site's update. Raise UpdateError for a tensor of no device."""
     parts = _decode_parts(bundle)
     names: dict[str, list[str]] = {
         f"{part_index}/{bundle_index}/": []
@@ -177,7 +180,7 @@ def _split_bundle(round: int, bundle: Tensors) -> list[DeviceUpdate]:
         if prefix in names and len(key) > len(prefix):
             names[prefix].append(key)
         elif key != DEVICE_TABLE:
-            raise UpdateError(f"tensor {key[:80]!r} belongs to none of its boards")
+            raise UpdateError(f"tensor {key[:80]!r} belongs to none of the site's devices")
     return [
         DeviceUpdate(
             part.device,
@@ -197,12 +200,12 @@ def _decode_parts(bundle: Tensors) -> list[SiteUpdatePart]:
     table = bundle.get(DEVICE_TABLE)
     if table is None or table.dtype != np.uint8 or table.ndim != 1:
         raise UpdateError(
-            f"it has no table of its boards ({DEVICE_TABLE!r}): the site has to be of this version of fedquilt"
+            f"the table of devices ({DEVICE_TABLE!r}) is missing: install the same version of fedquilt on the site"
         )
     try:
         return msgspec.json.decode(table.tobytes(), type=list[SiteUpdatePart])
     except DECODE_ERRORS as error:
-        raise UpdateError(f"its table of boards cannot be read: {error}") from None
+        raise UpdateError(f"the table of devices cannot be read: {error}") from None
 
 
 STATE: Final = "state"  # bundle of a site's task
@@ -251,6 +254,7 @@ def _wrap_send(
 
 
 def _bundles_from_state(state: Any, files: Mapping[str, BlobRef]) -> dict[str, Tensors | BlobRef]:
+    """Return the state as a bundle, with references to the files of the job's bundle that the state uses."""
     arrays, skeleton = tensors.split_state(state)
     files_by_name = {f"{FILE}{name}": ref for name, ref in files.items() if ref.sha256 in skeleton["state"]}
     return {STATE: {"packed": np.frombuffer(tensors.encode_tensors(arrays, skeleton), np.uint8)}, **files_by_name}
@@ -263,7 +267,7 @@ def _accept_site_updates(aggregation: Aggregation) -> Aggregation:
         if not has_site_bundles(update.bundles):
             return aggregation.fold(state, total_so_far, update)
         if AGGREGATE_BUNDLE not in update.bundles:
-            check_update(state, update)
+            check_update_or_parts(state, update)
             for part in split_site_update(update):
                 total_so_far = aggregation.fold(state, total_so_far, part)
             return total_so_far
@@ -275,14 +279,15 @@ def _accept_site_updates(aggregation: Aggregation) -> Aggregation:
         )
 
     def check_aggregate(state: Any, update: DeviceUpdate) -> Any:
+        """Return the site's partial aggregate. Raise UpdateError if it is invalid or this round takes no aggregates."""
         kind = site_aggregate_type(aggregation, state)
         if kind is None or aggregation.check_sums is None:
-            raise UpdateError(f"{update.device} sent the sum of a site, and this round takes updates alone")
+            raise UpdateError(f"{update.device} sent a partial aggregate, but this job requires single updates")
         total = aggregate_from_bundle(update.bundles[AGGREGATE_BUNDLE], kind)
         aggregation.check_sums(state, total, update.weight)
         return total
 
-    def check_update(state: Any, update: DeviceUpdate) -> None:
+    def check_update_or_parts(state: Any, update: DeviceUpdate) -> None:
         if not has_site_bundles(update.bundles):
             aggregation.require_valid_update(state, update)
         elif AGGREGATE_BUNDLE in update.bundles:
@@ -292,7 +297,7 @@ def _accept_site_updates(aggregation: Aggregation) -> Aggregation:
                 with validation.name_device_in_errors(part.device):
                     aggregation.require_valid_update(state, part)
 
-    return replace(aggregation, fold=fold, check_update=check_update)
+    return replace(aggregation, fold=fold, check_update=check_update_or_parts)
 
 
 def _count_devices(view: DeviceView) -> int:
@@ -325,7 +330,7 @@ def adapt_for_parent(method: Method, job: JobSettings, files: Mapping[str, BlobR
     def unpack_parent_state(state: SiteJobState) -> Any:
         cached = cached_states.get(id(state.parent_state))
         if not state.parent_state.size:
-            raise JobError(f"this home is a site's: submit {job.name} to the coordinator above, whose jobs it works on")
+            raise JobError(f"this home belongs to a site: submit {job.name} to the parent coordinator instead")
         if cached is None:
             cached_states.clear()
             cached = cached_states[id(state.parent_state)] = (
@@ -335,7 +340,7 @@ def adapt_for_parent(method: Method, job: JobSettings, files: Mapping[str, BlobR
         return cached[1]
 
     def result(state: SiteJobState) -> Artefact:
-        raise JobError(f"this home is a site's: the result of {job.name} is at the coordinator above")
+        raise JobError(f"this home belongs to a site: the parent coordinator has the result of {job.name}")
 
     evaluation_round = method.evaluation_round
     return replace(
@@ -353,6 +358,7 @@ def adapt_for_parent(method: Method, job: JobSettings, files: Mapping[str, BlobR
 
 
 def _site_functions(functions: MethodFunctions, parent_state: Callable[[SiteJobState], Any]) -> dict[str, Any]:
+    """Return the `send`, `aggregation` and `step` of a site from those of the parent's method."""
     parent_aggregation = functions.aggregation
 
     def accumulator(state: SiteJobState) -> type | None:
@@ -391,7 +397,8 @@ def _site_functions(functions: MethodFunctions, parent_state: Callable[[SiteJobS
 
 
 def site_state_from_task(bundle: Tensors) -> SiteJobState:
+    """Return a site's state from the state bundle of the parent's task. Raise UpdateError without a state."""
     packed = bundle.get("packed", NO_STATE)
     if packed.dtype != np.uint8 or not packed.size:
-        raise UpdateError("the task of the coordinator above has no state: it has to be of this version of fedquilt")
+        raise UpdateError("the parent coordinator's task has no state: install the same version of fedquilt on both")
     return SiteJobState(packed)

@@ -19,13 +19,12 @@ DEFAULT_HELD_OUT_SHARE: Final = 0.2
 
 
 def held_out_share(data: Mapping[str, Any] | None) -> float:
+    """Return the `held` share of a job's [data] table, or DEFAULT_HELD_OUT_SHARE if it is missing or invalid."""
     share = (data or {}).get("held")
     return float(share) if isinstance(share, int | float) and 0 <= share < 1 else DEFAULT_HELD_OUT_SHARE
 
 
 class TaskSpecCache:
-    """Cache of task specs, workloads and tasks that are equal for several devices of a round."""
-
     def __init__(self, held_out_share: float) -> None:
         self._held_out_share = held_out_share
         # task specs for sites (True) and for other devices (False)
@@ -37,7 +36,7 @@ class TaskSpecCache:
     def task_spec_for_device(
         self, send: Callable[[Any, DeviceView], TaskSpec | None], state: Any, view: DeviceView, *, common: bool
     ) -> TaskSpec | None:
-        """Return the method's task spec. With `common`, sites share one spec, and devices share another."""
+        """Return the method's task spec or None. With `common`, sites share one spec, and devices share another."""
         if not common:
             return send(state, view)
         is_site = view.profile is not None and view.profile.site_device_count > 0
@@ -89,6 +88,7 @@ def make_task(
     work: WorkEstimate | None = None,
     **fields: Any,
 ) -> Task:
+    """Build the task of a task spec. `store_bundle` stores tensors, `fields` sets other fields."""
     return Task(
         actions=actions,
         params=dict(task_spec.params),
@@ -123,15 +123,12 @@ def predict_workload(
     task_spec: TaskSpec, actions: Sequence[Action], engine: str, held_out_share: float, has_unequal_epochs: bool
 ) -> DeviceWorkload:
     """Predict the workload of a task spec. With `has_unequal_epochs`, record its epochs as changeable."""
-    workload = DeviceWorkload(
-        predict_work(task_spec, actions, engine, held_out_share), bytes=total_blob_bytes(task_spec)
-    )
+    work = predict_work(task_spec, actions, engine, held_out_share)
+    workload = DeviceWorkload(work, bytes=total_blob_bytes(task_spec))
     epochs = int(task_spec.params.get("epochs", 0)) if has_unequal_epochs and "work" in actions else 0
-    return (
-        workload._replace(epochs=epochs, epoch=cost_model.repeat_work(task_spec.work, 1 / epochs))
-        if epochs
-        else workload
-    )
+    if not epochs:
+        return workload
+    return workload._replace(epochs=epochs, epoch=cost_model.repeat_work(task_spec.work, 1 / epochs))
 
 
 def predict_evaluation_work(task_spec: TaskSpec, held_out_share: float = DEFAULT_HELD_OUT_SHARE) -> WorkEstimate:

@@ -1,8 +1,7 @@
 """Validation of updates: plausible claims, a manifest that fits the round, finite numbers.
 
 The table in docs/security.md lists each field of each message that devices send: verified, bounded or informational.
-The bounds of claims are wide. They reject values that are impossible for a device, not values that are wrong by a
-factor of two.
+The bounds of claims are wide: they reject values that are impossible for a device, not values that are merely wrong.
 """
 
 from __future__ import annotations
@@ -55,9 +54,8 @@ MAX_METRICS: Final = 64  # number of metrics in an update
 METRIC_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,39}")
 MAX_EPOCH_LEAD: Final = 1 << 20  # largest plausible difference between a device's epoch and the stored epoch
 NO_SITE_RIGHT_TEXT: Final = (
-    "%s says that it is a site, and has no right to speak for other devices: it gets the tasks of a "
-    "device. With certificates, `fedquilt identity issue NAME --role site` grants the right; without, "
-    "[sites.NAME] in limits.toml does"
+    "%s claims to be a site but has no site right, and gets the tasks of one device. To grant the right, issue a "
+    "certificate (`fedquilt identity issue NAME --role site`) or, without certificates, add [sites.NAME] to limits.toml"
 )
 
 M = TypeVar("M", bound=Struct)
@@ -86,11 +84,7 @@ def replace_unprintable(message: M, payload: bytes) -> M:
 
 def _replace_in_texts(value: Any) -> Any:
     if isinstance(value, str):
-        return (
-            value
-            if value.isprintable()
-            else "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in value)
-        )
+        return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in value)
     if isinstance(value, dict):
         return {_replace_in_texts(name): _replace_in_texts(item) for name, item in value.items()}
     return [_replace_in_texts(item) for item in value] if isinstance(value, list | tuple) else value
@@ -103,11 +97,12 @@ def limit_profile(profile: Profile, site_right: SiteRight | None) -> Profile:
 
 
 def longest_work_s(waited_s: float, deadline_s: float, attempts: int) -> float:
-    """Return the longest time in seconds that a device can have worked on a task."""
+    """Return the longest plausible seconds of work on a task, `waited_s` after its selection."""
     return 2 * max(waited_s, deadline_s * attempts) + SPARE_S
 
 
 def highest_power_w(profile: Profile | None) -> float:
+    """Return the highest plausible power of a device, or of all devices of a site, in watts."""
     claimed_w = [profile.idle_w, *(point.busy_w for point in profile.points)] if profile else []
     known_w = [watts for watts in claimed_w if watts is not None]
     max_w = min(max(POWER_TOLERANCE * max(known_w), MIN_POWER_W), MAX_POWER_W) if known_w else DEFAULT_POWER_W
@@ -115,46 +110,43 @@ def highest_power_w(profile: Profile | None) -> float:
 
 
 def limit_claims(update: Update, bounds: ClaimBounds) -> tuple[Update, str]:
-    """Return the update with implausible claims lowered or removed, and a sentence about them, or ""."""
+    """Return the update with implausible claims lowered or removed, and a text that lists them, or ""."""
     usage, problems, workload, limit_s = update.usage, [], bounds.workload, bounds.limit_s
     if usage.wall_s > limit_s:
-        problems.append(f"{usage.wall_s:.4g} s of work, and it was asked {limit_s:.4g} s ago at the most")
+        problems.append(f"{usage.wall_s:.4g} s of work, lowered to the possible {limit_s:.4g} s")
         usage = replace(usage, wall_s=limit_s)
     max_j = highest_power_w(workload.profile) * limit_s
     joules = max(usage.energy_j or 0.0, usage.idle_j or 0.0, usage.energy_error_j or 0.0)
     if not joules <= max_j:
         watts = highest_power_w(workload.profile)
-        problems.append(f"{joules:.4g} J, and {watts:.4g} W for {limit_s:.4g} s are {max_j:.4g} J: not counted")
+        problems.append(f"{joules:.4g} J ignored, as {watts:.4g} W for {limit_s:.4g} s give {max_j:.4g} J")
         usage = replace(usage, energy_j=None, idle_j=None, energy_error_j=None)
     sent_bytes = sum({ref.sha256: ref.size for ref in update.bundles.values()}.values())
     for name, limit in (("down_bytes", 2 * workload.bytes + SPARE_BYTES), ("up_bytes", sent_bytes)):
         if (claim := getattr(usage, name)) > limit:
-            problems.append(f"{name} of {claim}, and it was {limit} at the most")
+            problems.append(f"{name} = {claim}, lowered to the possible {limit}")
             usage = replace(usage, **{name: limit})
     site_transfers, sums = update.devices_usage, update.evaluation
     if sums is not None and not bounds.is_evaluation:
-        problems.append("an evaluation that it was not asked for")
+        problems.append("an unrequested evaluation, ignored")
         sums = None
     if sums is not None and sums.correct_with_priors is not None and not bounds.uses_class_priors:
-        problems.append("predictions with class priors that it was not asked for")
+        problems.append("unrequested predictions with class priors, ignored")
         sums = replace(sums, correct_with_priors=None)
-    if (usage.examples or 0) > (
-        max_examples := bounds.max_examples * (bounds.site_right.most if bounds.site_right else 1)
-    ):
-        problems.append(f"{usage.examples} examples, and {max_examples:g} are the most: not counted")
+    max_examples = bounds.max_examples * (bounds.site_right.most if bounds.site_right else 1)
+    if (usage.examples or 0) > max_examples:
+        problems.append(f"{usage.examples} examples ignored, as {max_examples:g} are the maximum")
         usage = replace(usage, examples=None)
     limit = MAX_SITE_TASK_BYTES * (bounds.site_right.most if bounds.site_right else 0)
     if site_transfers is not None and max(site_transfers.down_bytes, site_transfers.up_bytes) > limit:
         problems.append(
-            f"{site_transfers.down_bytes} bytes down and {site_transfers.up_bytes} up of its boards, and {limit} "
-            f"are the most"
+            f"{site_transfers.down_bytes} bytes down and {site_transfers.up_bytes} up ignored, as {limit} are the "
+            f"maximum for the site's devices"
         )
         site_transfers = None
-    return (
-        (replace(update, usage=usage, devices_usage=site_transfers, evaluation=sums), "; ".join(problems))
-        if problems
-        else (update, "")
-    )
+    if not problems:
+        return update, ""
+    return replace(update, usage=usage, devices_usage=site_transfers, evaluation=sums), "; ".join(problems)
 
 
 def require_plausible(update: Update, bounds: ClaimBounds, *, work: bool) -> None:
@@ -174,24 +166,26 @@ def require_plausible(update: Update, bounds: ClaimBounds, *, work: bool) -> Non
 
 def require_valid_metrics(metrics: Mapping[str, float]) -> None:
     if len(metrics) > MAX_METRICS:
-        raise UpdateError(f"{len(metrics)} metrics, and {MAX_METRICS} are the most")
+        raise UpdateError(f"update has {len(metrics)} metrics, at most {MAX_METRICS} are allowed")
     for name, value in metrics.items():
         if not METRIC_NAME.fullmatch(name):
-            raise UpdateError(f"metric {name!r} has a name other than up to 40 of a-z, 0-9, _, . and -")
+            raise UpdateError(
+                f"metric name {name!r} is invalid: use up to 40 of a-z, 0-9, _, . and -, with a letter first"
+            )
         if not math.isfinite(value):
             raise UpdateError(f"metric {name!r} is not a finite number")
         metric = METRICS.get(name)
         if metric is not None and metric.share and not 0 <= value <= 1 + SHARE_TOLERANCE:
-            raise UpdateError(f"metric {name!r} is {value:g}: a share is from 0 to 1")
+            raise UpdateError(f"metric {name!r} is {value:g}, but must be between 0 and 1")
 
 
 def _require_valid_evaluation(sums: EvaluationSums, bounds: ClaimBounds, max_examples: float, boards: int) -> None:
     if sums.examples > max_examples:
-        raise UpdateError(f"an evaluation on {sums.examples} examples, and {max_examples:g} are the most")
+        raise UpdateError(f"evaluation claims {sums.examples} examples, at most {max_examples:g} are possible")
     expected_outputs = (bounds.task, bounds.outputs or sums.outputs)
     if sums.examples and (sums.task, sums.outputs) != expected_outputs:
         raise UpdateError(
-            f"an evaluation of {sums.outputs} outputs ({sums.task}), and the network has {expected_outputs[1]} "
+            f"evaluation has {sums.outputs} outputs ({sums.task}), but the network has {expected_outputs[1]} "
             f"({expected_outputs[0]})"
         )
     metric = MAIN_METRICS[sums.task]
@@ -206,48 +200,48 @@ def require_site_right(update: Update, parts: Sequence[sites.SiteUpdatePart], bo
     """Raise UpdateError if the site has no right to submit for these devices, or if a weight is too large."""
     site_right = bounds.site_right
     if site_right is None:
-        raise UpdateError(f"{update.device} has no right to speak for other devices")
+        raise UpdateError(f"{update.device} has no right to submit updates of other devices")
     if len(parts) > site_right.most:
-        raise UpdateError(f"{update.device} speaks for {len(parts)} boards, and may speak for {site_right.most}")
+        raise UpdateError(
+            f"{update.device} submits updates of {len(parts)} devices, its site right allows {site_right.most}"
+        )
     if unauthorized := site_right.unauthorized_devices(part.device for part in parts):
-        raise UpdateError(f"{update.device} has no right to speak for {', '.join(unauthorized[:5])}")
+        raise UpdateError(f"{update.device} has no right to submit updates of {', '.join(unauthorized[:5])}")
     for part in parts:
         require_valid_metrics(part.metrics)
         if part.weight > bounds.max_weight:
-            raise UpdateError(_weight_problem(part.device, part.weight, bounds.max_weight))
+            raise UpdateError(_describe_excessive_weight(part.device, part.weight, bounds.max_weight))
     _require_weight_within(update, len(parts) * bounds.max_weight, None)
 
 
 def _require_weight_within(update: Update, max_weight: float, reported_examples: int | None) -> None:
     if not update.weight <= max_weight:
-        raise UpdateError(_weight_problem(update.device, update.weight, max_weight))
+        raise UpdateError(_describe_excessive_weight(update.device, update.weight, max_weight))
     if reported_examples is not None and update.weight > max(reported_examples, 1):
-        raise UpdateError(
-            f"{update.device} claims to count as {update.weight:g} examples and says that it has {reported_examples}"
-        )
+        raise UpdateError(f"{update.device} claims weight {update.weight:g}, but has only {reported_examples} examples")
 
 
-def _weight_problem(device: str, weight: float, max_weight: float) -> str:
+def _describe_excessive_weight(device: str, weight: float, max_weight: float) -> str:
     return (
-        f"{device} claims to count as {weight:g} examples, and {max_weight:g} are the most here: set [cohort] "
-        f"max_examples if it really has so many"
+        f"{device} claims weight {weight:g}, but at most {max_weight:g} is plausible: set [cohort] max_examples if "
+        f"the device has that many examples"
     )
 
 
 def _require_plausible_speed(update: Update, bounds: ClaimBounds) -> None:
+    """Raise UpdateError if the device cannot have processed as many examples as it claims. Unknown speeds pass."""
     workload, limit_s = bounds.workload, bounds.limit_s
     example_flops = workload.work.flops_per_example
-    speed = (
-        max((point.flops_per_s or 0.0 for point in workload.profile.points), default=0.0) if workload.profile else 0.0
-    )
+    points = workload.profile.points if workload.profile else ()
+    speed = max((point.flops_per_s or 0.0 for point in points), default=0.0)
     if not example_flops or not speed:
         return
     speed = max(speed, MIN_FLOPS_PER_S)
     max_examples = SPEED_TOLERANCE * speed * limit_s / example_flops
     if update.weight > max_examples:
         raise UpdateError(
-            f"{update.device} claims to count as {update.weight:g} examples, and at {speed:.3g} FLOP/s it can "
-            f"have worked through {max_examples / SPEED_TOLERANCE:.3g} in {limit_s:.4g} s"
+            f"{update.device} claims weight {update.weight:g}, but at {speed:.3g} FLOP/s a device can process "
+            f"{max_examples / SPEED_TOLERANCE:.3g} examples in {limit_s:.4g} s"
         )
 
 
@@ -270,8 +264,8 @@ def require_finite_state(state: Any, devices: tuple[str, ...]) -> None:
         if not is_finite:
             names = ", ".join(devices[:5]) + (" ..." if len(devices) > 5 else "")
             raise UpdateError(
-                f"{path} came out as numbers that are not finite, from updates of {names}: the round is not "
-                f"committed; run the job anew with a lower learning rate"
+                f"new state: {path} is not finite after updates of {names}. The round is not committed: submit the "
+                f"job again with a lower learning rate"
             )
 
 
@@ -314,22 +308,20 @@ def require_manifest_fits(update: Update, expected: UpdateSchema | None, wire: E
         return _require_site_size(total_bytes, expected, boards)
     if expected is None:
         if total_bytes > DEFAULT_UPDATE_MB << 20:
-            raise UpdateError(f"larger than {DEFAULT_UPDATE_MB} MB")
+            raise UpdateError(f"update is larger than {DEFAULT_UPDATE_MB} MB")
         return
     if unexpected := sorted(update.bundles.keys() - expected.bundles.keys()):
-        raise UpdateError(f"bundle {unexpected[0]!r} was not asked for")
+        raise UpdateError(f"bundle {unexpected[0]!r} was not requested")
     if expected.exact and (missing := sorted(expected.bundles.keys() - update.bundles.keys())):
-        raise UpdateError(f"it has no bundle {missing[0]!r}")
+        raise UpdateError(f"bundle {missing[0]!r} is missing")
     for bundle, ref in update.bundles.items():
         expected_tensors = expected.bundles[bundle]
         if (max_bytes := max_bundle_bytes(expected_tensors, wire)) < ref.size:
-            raise UpdateError(
-                f"bundle {bundle!r} has {ref.size} bytes, and what was asked for has {max_bytes} at the most"
-            )
+            raise UpdateError(f"bundle {bundle!r} has {ref.size} bytes, at most {max_bytes} are expected")
         if bundle in update.layouts:
             sent_tensors = tensors.specs_from_layout(update.layouts[bundle])
             if (tensor_bytes := sum(tensor.nbytes for tensor in sent_tensors.values())) > ref.size:
-                raise UpdateError(f"bundle {bundle!r} has {ref.size} bytes, and its tensors {tensor_bytes}")
+                raise UpdateError(f"bundle {bundle!r} has {ref.size} bytes, fewer than its tensors ({tensor_bytes})")
             _require_expected_tensors(
                 compression.decoded_specs(wire, sent_tensors, expected_tensors), expected_tensors, expected.exact
             )
@@ -357,13 +349,15 @@ class ManifestValidator:
 
 def _require_site_size(total_bytes: int, expected: UpdateSchema | None, boards: int) -> None:
     if not boards:
-        raise UpdateError("it is what a site sends, and the device has no right to be one")
+        raise UpdateError("a site's update, but the device has no site right")
     factor = max(AGGREGATE_SIZE_FACTOR, min(boards, MAX_SITE_DEVICES))
     update_bytes = DEFAULT_UPDATE_MB << 20
     if expected is not None:
         update_bytes = sum(max_bundle_bytes(bundle, Encoding()) for bundle in expected.bundles.values())
     if total_bytes > (max_bytes := factor * update_bytes + SITE_OVERHEAD_BYTES):
-        raise UpdateError(f"it has {total_bytes} bytes, and {boards} boards send {max_bytes} at the most")
+        raise UpdateError(
+            f"update has {total_bytes} bytes, at most {max_bytes} are expected from a site with {boards} devices"
+        )
 
 
 def _require_expected_tensors(
@@ -382,5 +376,5 @@ def _require_expected_tensors(
             raise UpdateError(f"tensor {name!r} has shape {tensor.shape}, expected {expected_tensor.shape}")
         if prod(tensor.shape) > prod(expected_tensor.shape):
             raise UpdateError(
-                f"tensor {name!r} has shape {tensor.shape}, expected {expected_tensor.shape} or a part of it"
+                f"tensor {name!r} has shape {tensor.shape}, larger than the expected {expected_tensor.shape}"
             )

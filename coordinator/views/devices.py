@@ -53,10 +53,10 @@ def load_devices(home: Path, now: float | None = None) -> list[DeviceRow]:
 
 
 def describe_outage(home: Path, now: float) -> str:
-    """Return the end of a sentence, "its broker, which it has not reached for 5 min", or "" without an outage."""
+    """Return "its broker, unreachable for 5 min", to follow "waits for", or "" without an outage."""
     with TelemetryStore(home) as store:
         since = store.broker_outage_start()
-    return "" if since is None else f"its broker, which it has not reached for {units.format_duration(now - since)}"
+    return "" if since is None else f"its broker, unreachable for {units.format_duration(now - since)}"
 
 
 def filter_devices(
@@ -84,7 +84,7 @@ def format_devices(
     width = console_table.line_width() if width is None else width
     lines = [_format_counts(devices)]
     if not is_served:
-        lines.append("no coordinator serves this home: this is the last known state")
+        lines.append("no coordinator is running for this home: this is the last known state")
     elif outage:
         lines.append(f"the coordinator waits for {outage}: this is the last known state")
     table = console_table.format_table([HEAD, *(_format_cells(each, now) for each in devices)], "<<>>>><", 10**6)
@@ -130,11 +130,11 @@ def _format_cells(device: DeviceRow, now: float) -> tuple[str, ...]:
     )
 
 
-def _format_memory(task: int, budget: int) -> str:
-    if not budget:
+def _format_memory(task_bytes: int, budget_bytes: int) -> str:
+    if not budget_bytes:
         return "-"
-    scale, prefix = units.select_prefix(budget)
-    return f"{_format_digits(task / scale, 2)}/{_format_digits(budget / scale, 3)} {prefix}B"
+    scale, prefix = units.select_prefix(budget_bytes)
+    return f"{_format_digits(task_bytes / scale, 2)}/{_format_digits(budget_bytes / scale, 3)} {prefix}B"
 
 
 def _format_digits(value: float, digits: int) -> str:
@@ -172,7 +172,7 @@ def _format_release(release: InstalledRelease, now: float) -> str:
 
 
 def _describe_device(board: DeviceStatus, now: float) -> str:
-    parts = [board.board or "has not said what it is", board.mode and f"mode {board.mode}"]
+    parts = [board.board or "unknown hardware", board.mode and f"mode {board.mode}"]
     parts.append(board.version and f"agent {board.version}")
     if board.skew_s is not None and board.online:
         clock_text = f"clock {board.skew_s:+.1f} s" if abs(board.skew_s) >= MIN_REPORTED_SKEW_S else "clock right"
@@ -180,7 +180,7 @@ def _describe_device(board: DeviceStatus, now: float) -> str:
     if board.silent and board.since is not None:
         parts.append(f"silent since {units.format_time_of_day(board.since, now)}")
     elif (not board.online or board.quiet) and board.seen is not None:
-        parts.append(f"last heard {units.format_duration(now - board.seen)} ago")
+        parts.append(f"last message {units.format_duration(now - board.seen)} ago")
     return "; ".join(filter(None, [", ".join(filter(None, parts)), " ".join(board.labels)]))
 
 

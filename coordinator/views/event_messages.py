@@ -32,6 +32,7 @@ HIDDEN_METRICS: Final = ("macro_precision", "macro_recall", "micro_precision", "
 
 
 def format_status(summary: RunSummary, state: JobState) -> list[str]:
+    """Return the three lines of the status block: the round, the costs so far, and the devices."""
     round_text = f"round {state.completed_rounds + 1} of {state.constants.rounds}"
     if state.is_work_done:
         round_text = FINAL_STATISTICS if state.is_evaluation_round else FINAL_EVALUATION
@@ -93,12 +94,8 @@ def format_event(previous_summary: RunSummary, event: events.AnyEvent, new_summa
         )
     # the summary contains all earlier events
     if isinstance(event, events.RoundRetried) and previous_summary.state.phase != "new":
-        return [
-            (
-                f"{FINAL_EVALUATION if is_final else f'round {event.round + 1}'}: "
-                f"{_describe_retry(event, previous_summary.state)}"
-            )
-        ]
+        name = FINAL_EVALUATION if is_final else f"round {event.round + 1}"
+        return [f"{name}: {_describe_retry(event, previous_summary.state)}"]
     return format_single_event(event, is_final)
 
 
@@ -126,19 +123,12 @@ def _describe_event(event: events.AnyEvent, name: str) -> list[str]:
                 f"{', '.join(devices)}: {selection.reason_text(c)}" for c, devices in event.ineligible.items()
             ]
             eligible_parts = [f"eligible: {', '.join(event.eligible)}"] if event.eligible else []
-            return [
-                (
-                    f"{name}: "
-                    f"{'; '.join([*eligible_parts, *ineligible_parts]) or 'the devices have new estimates of energy'}"
-                )
-            ]
+            return [f"{name}: {'; '.join([*eligible_parts, *ineligible_parts]) or 'new energy costs of devices'}"]
         case events.CohortSelected():
             attempt_text = f", attempt {event.attempt + 1}" if event.attempt else ""
-            deadline_text = (
-                f"; deadline {event.deadline_s:.0f} s, chosen for it" if event.deadline_s is not None else ""
-            )
+            deadline_text = f"; deadline {event.deadline_s:.0f} s" if event.deadline_s is not None else ""
             changed_epochs = ", ".join(f"{device} {epochs}" for device, epochs in sorted(event.epochs.items()))
-            epoch_lines = [f"{name}: epochs, as planned for energy: {changed_epochs}"] if changed_epochs else []
+            epoch_lines = [f"{name}: epochs for least energy: {changed_epochs}"] if changed_epochs else []
             return [
                 f"{name}{attempt_text}: cohort {', '.join(event.devices)}{deadline_text}",
                 *epoch_lines,
@@ -151,12 +141,12 @@ def _describe_event(event: events.AnyEvent, name: str) -> list[str]:
             usage = format_usage(event.update.usage)
             return [f"{name}: update from {_describe_sender(event.update)}: {usage}", *notes]
         case events.UpdateRejected():
-            return [f"{name}: update from {event.device} refused: {event.reason}"]
+            return [f"{name}: update from {event.device} rejected: {event.reason}"]
         case events.UpdateLost():
-            return [f"{name}: update from {event.device} is lost here, and asked for again: {event.reason}"]
+            return [f"{name}: update from {event.device} lost, requested again: {event.reason}"]
         case events.UpdatesAggregated():
             count = f"{len(event.devices)} {'update' if len(event.devices) == 1 else 'updates'}"
-            return [f"{name}: sum of {count} stored, {event.sum.size / 1e6:.0f} MB; they are dropped"]
+            return [f"{name}: partial aggregate of {count} stored ({event.sum.size / 1e6:.0f} MB), updates deleted"]
         case events.RoundClosed():
             return [f"{name}: closed to further updates"]
         case events.DeadlineExtended():
@@ -164,7 +154,7 @@ def _describe_event(event: events.AnyEvent, name: str) -> list[str]:
         case events.RoundRetried():
             return [f"{name}: no quorum; starting another attempt"]
         case events.AttemptResumed(passed_s=passed_s):
-            return [f"{name}: the coordinator has restarted; {passed_s:.0f} s of the time limit count"]
+            return [f"{name}: coordinator restarted; {passed_s:.0f} s of the deadline have elapsed"]
         case events.JobEnded():
             return format_end(event.status, event.reason)
         case events.JobResumed():
@@ -178,29 +168,28 @@ def format_end(status: str, reason: str) -> list[str]:
     return f"{prefix}: {reason}".splitlines() if reason else [prefix]
 
 
-def _describe_retry(event: events.RoundRetried, previous_summary: JobState) -> str:
-    silent_devices = sorted(previous_summary.pending_devices)
-    declining_devices = previous_summary.decline_reasons.keys() - previous_summary.devices_without_work
-    parts = [
-        (
-            f"{len(previous_summary.accepted_updates)} "
-            f"{'update' if len(previous_summary.accepted_updates) == 1 else 'updates'}"
-        )
-    ]
-    if rejected := sorted(declining_devices & previous_summary.cohort):  # a decline removes the device from the cohort
-        parts.append(f"what {wait_reasons.format_names(rejected)} sent was refused")
-    if declined := sorted(declining_devices - previous_summary.cohort):
+def _describe_retry(event: events.RoundRetried, previous_state: JobState) -> str:
+    """Return why the round had no quorum and what follows, as text behind the round's name."""
+    silent_devices = sorted(previous_state.pending_devices)
+    declining_devices = previous_state.decline_reasons.keys() - previous_state.devices_without_work
+    update_count = len(previous_state.accepted_updates)
+    parts = [f"{update_count} {'update' if update_count == 1 else 'updates'}"]
+    if rejected := sorted(declining_devices & previous_state.cohort):  # a decline removes the device from the cohort
+        parts.append(f"update of {wait_reasons.format_names(rejected)} rejected")
+    if declined := sorted(declining_devices - previous_state.cohort):
         parts.append(f"{wait_reasons.format_names(declined)} declined")
-    if previous_summary.devices_without_work:
-        parts.append(f"nothing to do for {wait_reasons.format_names(sorted(previous_summary.devices_without_work))}")
+    if previous_state.devices_without_work:
+        parts.append(f"no task for {wait_reasons.format_names(sorted(previous_state.devices_without_work))}")
     if silent_devices:
         parts.append(f"nothing from {wait_reasons.format_names(silent_devices)}")
     reason = (
-        " by the deadline" if silent_devices or not previous_summary.decline_reasons else ", and no other board to ask"
+        " by the deadline"
+        if silent_devices or not previous_state.decline_reasons
+        else ", and no other device can be selected"
     )
     next_step = "starting another attempt"
-    if event.attempt == previous_summary.attempt:
-        next_step = "beginning the attempt anew, as boards that it needs are away or at other jobs' tasks"
+    if event.attempt == previous_state.attempt:
+        next_step = "repeating the attempt, as devices are offline or working for other jobs"
     return f"no quorum{reason} ({', '.join(parts)}); {next_step}"
 
 
@@ -257,8 +246,8 @@ def _describe_sender(update: Update) -> str:
     if update.devices_usage is not None:
         transfers = update.devices_usage
         sender += (
-            f" ({units.format_bytes(transfers.down_bytes)} down and {units.format_bytes(transfers.up_bytes)} up to "
-            "them and from them)"
+            f" (transferred {units.format_bytes(transfers.down_bytes)} down and "
+            f"{units.format_bytes(transfers.up_bytes)} up)"
         )
     return sender
 
@@ -277,6 +266,7 @@ def format_usage(usage: Usage) -> str:
 
 
 def format_energy_summary(summary: RunSummary) -> list[str]:
+    """Return two lines on the energy of a run and its source, or [] if nothing was measured."""
     total = summary.total
     if total.energy_j is None or total.task_j is None:
         return []

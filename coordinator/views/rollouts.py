@@ -83,21 +83,17 @@ def load_rollout_wait(stored: StoredRollout, log: RolloutLog, context: RolloutCo
 def describe_rollout_wait(
     state: rollout.Rollout, events: Sequence[tuple[int, float, rollout.AnyRolloutEvent]], context: RolloutContext
 ) -> str:
-    """Return the object of "waits for", or "" if the rollout does not wait."""
+    """Return what a rollout waits for, as text to follow "waits for", or "" if it does not wait."""
     if not state.is_under_way:
         return ""
     if not context.is_served:
-        return f"a coordinator: nobody serves {context.home}, `fedquilt serve --home {context.home}` does"
+        return f"a coordinator: start one with `fedquilt serve --home {context.home}`"
     report_times: dict[str, float] = {}
     for _, time_s, event in events:
-        for device in (
-            event.devices
-            if isinstance(event, rollout.ReleaseOffered)
-            else (event.device,)
-            if isinstance(event, rollout.StatusReported)
-            else ()
-        ):
-            report_times[device] = time_s
+        if isinstance(event, rollout.ReleaseOffered):
+            report_times.update(dict.fromkeys(event.devices, time_s))
+        elif isinstance(event, rollout.StatusReported):
+            report_times[event.device] = time_s
     rollout_devices = {}
     for device in {*context.statuses, *state.offered}:
         status = context.statuses.get(device, DeviceStatus(device))
@@ -116,26 +112,22 @@ def describe_rollout_wait(
         more = f" and {len(blocking) - MAX_NAMED_DEVICES} more" if len(blocking) > MAX_NAMED_DEVICES else ""
         return ", ".join(blocking[:MAX_NAMED_DEVICES]) + more
     if not fleet:
-        return describe_unmatched_labels(state.plan, context) or "boards: a later rollout has all that it selects"
+        return describe_unmatched_labels(state.plan, context) or "devices: a later rollout includes all that it selects"
     if not any(status.online for status in fleet.values()):
-        return f"a board to come online: {len(fleet)} are selected, and none is"
+        return f"a device to come online: {len(fleet)} are selected, all offline"
     return ""
 
 
 def describe_unmatched_labels(plan: rollout.RolloutPlan, context: RolloutContext) -> str:
-    """Return the object of "waits for" if no device has the labels of a rollout, or ""."""
+    """Return the missing labels as text to follow "waits for", or "" if some device has the rollout's labels."""
     if any(labels.is_selected(plan.select, status.labels) for status in context.statuses.values()):
         return ""
     if not context.statuses:
-        return f"a board: no coordinator of {context.home} has heard of one"
+        return f"a device: none has connected to a coordinator of {context.home} yet"
     selection = " ".join(plan.select)
-    fleet_text = (
-        f"of the {len(context.statuses)} boards that are known, none" if len(context.statuses) > 1 else "the only board"
-    )
-    verb = "is" if len(context.statuses) > 1 else "is not"
     return (
-        f"a board: {fleet_text} {verb} selected by {selection}; `fedquilt devices --home {context.home}` "
-        f"shows their labels"
+        f"a device with labels {selection}: {_format_device_count(len(context.statuses))} known, none with these; "
+        f"`fedquilt devices --home {context.home}` shows their labels"
     )
 
 
@@ -143,7 +135,7 @@ def _outcome_reason(outcome: str, report: rollout.StatusReported | None) -> str:
     if report is None:
         return ""
     if outcome == "lost":
-        return f"it came no further than {report.phase} and fell silent: it counts as failed"
+        return f"silent since phase {report.phase}: counts as failed"
     return report.reason
 
 
@@ -209,21 +201,25 @@ def format_event(state: rollout.Rollout, event: rollout.AnyRolloutEvent) -> str:
                 if incompatible_devices
                 else ""
             )
-            return f"begun: {state.plan.kind} {state.plan.name}{left_out_text}"
+            return f"started: {state.plan.kind} {state.plan.name}{left_out_text}"
         case rollout.ReleaseOffered(number, devices):
             return f"{_format_step_name(state.plan, number)}: offered to {_format_device_count(len(devices))}"
         case rollout.StatusReported(device, phase=phase, reason=reason):
             return f"{device} {phase}{f': {reason}' if reason else ''}"
         case rollout.RolloutResumed():
-            return "a coordinator goes on with it"
+            return "continued after a restart of the coordinator"
         case rollout.PhasePassed(number, silent):
-            silent_text = f", without {_format_device_count(len(silent))} that said nothing" if silent else ""
+            silent_text = f", without {_format_device_count(len(silent))} that did not report" if silent else ""
             return f"{_format_step_name(state.plan, number)} passed{silent_text}"
         case rollout.RolloutCompleted():
-            return "done: boards that come later get it too" if state.plan.includes_all_devices else "done"
+            return (
+                "done: devices that connect later receive the release too"
+                if state.plan.includes_all_devices
+                else "done"
+            )
         case rollout.RolloutReverted(reason=reason):
-            action = f"aborted: {reason}; boards that have it" if state.status == "aborted" else "rolled back: boards"
-            return f"{action} return to what they ran before"
+            action = f"aborted: {reason}; devices" if state.status == "aborted" else "rolled back: devices"
+            return f"{action} return to their previous release"
 
 
 def format_step(state: rollout.Rollout) -> str:

@@ -22,7 +22,8 @@ from fedquilt.formats import toml
 
 @dataclasses.dataclass(frozen=True)
 class DeviceOutcome:
-    code: str  # answered, asked, declined, refused, drawn ("not drawn"), or a key of `selection.REASONS`
+    # answered, asked, declined, refused (update rejected), drawn (not selected), or a key of `selection.REASONS`
+    code: str
     text: str
     position: int | None = None  # position in the order of selection, from 1, of a device not drawn
     eligible_count: int | None = None  # number of eligible devices
@@ -44,7 +45,7 @@ def load_outcomes(store: Store, run: str) -> RoundOutcomes:
     return outcomes
 
 
-def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[events.AnyEvent]) -> str | None:
+def warn_of_weights(store: Store, job: JobSettings, logged_events: Iterable[events.AnyEvent]) -> str | None:
     """Return a warning if one device of a job can outweigh the others, or None.
 
     There is no warning for a home without certificates and limits.toml, where every client of the broker can act as any
@@ -54,7 +55,7 @@ def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[events.AnyEv
     if is_bounded or not (store.was_authenticated() or (store.home / settings.LIMITS_FILE).exists()):
         return None
     devices, is_weighted_by_examples = set[str](), False
-    for event in facts:
+    for event in logged_events:
         match event:
             case events.EligibilityRecorded(eligible=event_devices) | events.CohortSelected(devices=event_devices):
                 devices.update(event_devices)
@@ -69,36 +70,36 @@ def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[events.AnyEv
 
 
 def _mark_queued_uploads(
-    found: Mapping[int, dict[str, DeviceOutcome]], run: str, current_tasks: Mapping[str, CurrentTask]
+    by_round: Mapping[int, dict[str, DeviceOutcome]], run: str, current_tasks: Mapping[str, CurrentTask]
 ) -> None:
     sending_count = sum(task.step == "sending" for task in current_tasks.values())
     queue_text = (
-        f"{sending_count} {'other is' if sending_count == 1 else 'others are'} being sent or read"
+        f"{sending_count} {'other is' if sending_count == 1 else 'others are'} in transfer or being validated"
         if sending_count
-        else "others are read"
+        else "others are being validated"
     )
     text = (
-        f"selected; its update waits for its turn to be sent: {queue_text}, and more do not fit (waiting_mb "
-        f"of limits.toml)"
+        f"selected; its update waits for its transfer: {queue_text}, and there is no room for more (waiting_mb in "
+        "limits.toml)"
     )
     for device, task in current_tasks.items():
-        outcome = found.get(task.round, {}).get(device)
+        outcome = by_round.get(task.round, {}).get(device)
         if (task.job, task.step) == (run, "waiting") and outcome is not None and outcome.code == "asked":
-            found[task.round][device] = DeviceOutcome("asked", text)
+            by_round[task.round][device] = DeviceOutcome("asked", text)
 
 
-def outcomes_by_round(facts: Iterable[events.AnyEvent], plan: JobConstants) -> dict[int, dict[str, DeviceOutcome]]:
-    outcomes = RoundOutcomes(plan)
-    for event in facts:
+def outcomes_by_round(
+    logged_events: Iterable[events.AnyEvent], constants: JobConstants
+) -> dict[int, dict[str, DeviceOutcome]]:
+    outcomes = RoundOutcomes(constants)
+    for event in logged_events:
         outcomes.apply_event(event)
     return outcomes.by_round
 
 
 class RoundOutcomes:
-    """Outcomes of a run's devices, updated event by event."""
-
-    def __init__(self, plan: JobConstants) -> None:
-        self.summary = RunSummary(JobState(plan))  # after the last event
+    def __init__(self, constants: JobConstants) -> None:
+        self.summary = RunSummary(JobState(constants))  # after the last event
         # The result of `outcomes_by_round`. A caller that follows a run may delete earlier rounds.
         self.by_round = dict[int, dict[str, DeviceOutcome]]()
 
@@ -115,11 +116,11 @@ class RoundOutcomes:
                 by_round[event.round][event.device] = DeviceOutcome("refused", f"update refused: {event.reason}")
             case events.UpdateAccepted():
                 by_round[event.round][event.update.device] = DeviceOutcome("answered", "update received")
-                site_outcome = DeviceOutcome("answered", f"update received, of the site {event.update.device}")
+                site_outcome = DeviceOutcome("answered", f"update received from its site {event.update.device}")
                 by_round[event.round].update(dict.fromkeys(event.update.site_devices, site_outcome))
             case events.RoundRetried():
                 late_outcome = DeviceOutcome(
-                    "asked", "selected; no update by the deadline: another attempt at the round asks it last"
+                    "asked", "selected; no update by the deadline: selected last in the next attempt"
                 )
                 late_outcomes = dict.fromkeys(state.pending_devices, late_outcome)
                 by_round.setdefault(event.round, {}).update(late_outcomes)
@@ -162,13 +163,13 @@ _END_TEXTS: Final = {
 
 
 def _set_outcomes(
-    found: dict[int, dict[str, DeviceOutcome]],
+    by_round: dict[int, dict[str, DeviceOutcome]],
     round: int,
     outcomes: Mapping[str, DeviceOutcome],
     replaced: Iterable[str] = (),
 ) -> None:
     """Set the outcomes of a round, but keep those of selected devices that are not in `replaced`."""
-    round_outcomes, replaced_devices = found.setdefault(round, {}), set(replaced)
+    round_outcomes, replaced_devices = by_round.setdefault(round, {}), set(replaced)
     for device, outcome in outcomes.items():
         if (
             device in replaced_devices
@@ -197,7 +198,7 @@ def _selection_outcomes(state: JobState, event: events.CohortSelected) -> Mappin
 
 
 def format_outcomes(outcomes: RoundOutcomes, round: int | None = None, device: str | None = None) -> list[str]:
-    """Return outcomes as text, grouped by rounds with equal outcomes or, for one device, by round."""
+    """Return outcomes as text, grouped by rounds with equal outcomes. Raise JobError for an unknown round or device."""
     selected = filter_outcomes(outcomes.by_round, round, device)
     final_number = (
         None if outcomes.summary.final_evaluation_round is None else outcomes.summary.final_evaluation_round + 1
@@ -226,16 +227,16 @@ def _format_devices(devices: Mapping[str, DeviceOutcome], device: str | None) ->
 def filter_outcomes(
     by_round: Mapping[int, Mapping[str, DeviceOutcome]], round: int | None, device: str | None
 ) -> dict[int, dict[str, DeviceOutcome]]:
-    """Return the outcomes by round number from 1, of one round and one device or, with None, of all."""
+    """Return the outcomes by round number from 1. Raise JobError if `round`, from 1, or `device` is unknown."""
     by_number = {number + 1: dict(parts) for number, parts in sorted(by_round.items())}
     if round is not None and round not in by_number:
-        available = f"{min(by_number)} to {max(by_number)}" if by_number else "none"
-        raise JobError(f"there has been no round {round}; rounds so far: {available}")
+        available = f"{min(by_number)} to {max(by_number)}" if by_number else "none so far"
+        raise JobError(f"round {round} does not exist: choose from {available}")
     selected = {number: parts for number, parts in by_number.items() if round in (None, number)}
     if device is None:
         return selected
     devices = {name for parts in by_round.values() for name in parts}
     if device not in devices:
         raise JobError(f"the run has no device {device!r}{toml.describe_choices(device, sorted(devices), 'it knows')}")
-    unknown = DeviceOutcome("unknown", "not known by then")
+    unknown = DeviceOutcome("unknown", "not known yet")
     return {number: {device: parts.get(device, unknown)} for number, parts in selected.items()}

@@ -73,11 +73,11 @@ class CostLedger(msgspec.Struct, frozen=True):
         return describe_source(self.meters)
 
     def add_update(self, update: Update) -> CostLedger:
-        usage, found = update.usage, self
+        usage, ledger = update.usage, self
         if usage.energy_j is not None:
             first = not self.metered
-            found = replace(
-                found,
+            ledger = replace(
+                ledger,
                 metered=self.metered + 1,
                 metered_examples=self.metered_examples + update.weight,
                 energy_j=(self.energy_j or 0.0) + usage.energy_j,
@@ -86,9 +86,9 @@ class CostLedger(msgspec.Struct, frozen=True):
                 meters=self.meters | {str(usage.energy_source)},
             )
         if not self.tasks or (usage.peak_bytes or -1) > (self.peak_bytes or -1):
-            found = replace(found, peak_bytes=usage.peak_bytes, base_bytes=usage.base_bytes)
+            ledger = replace(ledger, peak_bytes=usage.peak_bytes, base_bytes=usage.base_bytes)
         return replace(
-            found,
+            ledger,
             tasks=self.tasks + 1,
             examples=self.examples + update.weight,
             wall_s=self.wall_s + usage.wall_s,
@@ -150,8 +150,6 @@ class PersonalScores:
 
 @dataclass(frozen=True)
 class ProgressPoint:
-    """State of a run after some rounds, with their total costs, or None where unknown."""
-
     rounds: int
     clock_s: float  # on the coordinator's clock: virtual in a simulation
     real_s: float  # from the log's dates, without pauses between a stop and the next event
@@ -249,6 +247,7 @@ class RunSummary(msgspec.Struct, frozen=True):
         return RunSummary(JobState(JobConstants.from_job(job)))
 
     def with_event(self, event: events.AnyEvent, time_s: float = 0.0, state: JobState | None = None) -> RunSummary:
+        """Return the summary after an event. `state` is the job state after the event, if known."""
         state = apply_event(self.state, event, time_s) if state is None else state
         number = getattr(event, "round", self.running.number)
         summary = self if number == self.running.number else self._open_round(number)
@@ -361,17 +360,17 @@ class RunSummary(msgspec.Struct, frozen=True):
         return replace(self, running=running, scores=device_scores)
 
 
-def summarise_events(job: JobSettings, facts: Iterable[tuple[int, float, events.AnyEvent]]) -> RunSummary:
+def summarise_events(job: JobSettings, logged_events: Iterable[tuple[int, float, events.AnyEvent]]) -> RunSummary:
     summary = RunSummary.from_job(job)
-    for _, time_s, event in facts:
+    for _, time_s, event in logged_events:
         summary = summary.with_event(event, time_s)
     return summary
 
 
 def is_of_final_evaluation(state: JobState, event: events.AnyEvent) -> bool:
-    """Return whether an event belongs to the evaluation after the last round.
+    """Return whether an event belongs to the evaluation after the last round, and not to an evaluation round before it.
 
-    `state` is the job state after the event. A settling round before that evaluation does not belong to it.
+    `state` is the job state after the event.
     """
     if isinstance(event, events.RoundCommitted):
         return state.is_final_evaluation_done
@@ -379,7 +378,7 @@ def is_of_final_evaluation(state: JobState, event: events.AnyEvent) -> bool:
 
 
 def progress_points(summary: RunSummary) -> list[ProgressPoint]:
-    """Return the progress of a run before every committed round and after the last round."""
+    """Return the progress before every committed round and after the last one, or [] before the first commit."""
     points, point = list[ProgressPoint](), ProgressPoint(0, 0.0, 0.0, 0.0, 0, 0, 0.0)
     for round_summary in summary.committed_rounds():
         if not round_summary.is_evaluation_round:  # the next point includes the cost of an evaluation round
@@ -403,7 +402,10 @@ def progress_points(summary: RunSummary) -> list[ProgressPoint]:
 
 
 def energy_per_point_j(points: Sequence[ProgressPoint]) -> float | None:
-    """Return the gross joules per point of the main metric from the first to the best evaluation, or None."""
+    """Return the gross joules per percentage point from the first to the best evaluation, or None.
+
+    None means that the main metric is not a share, that there was no gain, or that joules are unknown.
+    """
     evaluated_points = [(point.energy_j, point.personal) for point in points if point.personal is not None]
     if not evaluated_points or not metrics.METRICS[evaluated_points[0][1].metric].share:
         return None
@@ -417,7 +419,7 @@ def energy_per_point_j(points: Sequence[ProgressPoint]) -> float | None:
 def split_round_time(round: int, round_time_s: float, durations: Sequence[tuple[float, float]]) -> TimeBreakdown:
     """Return the use of time in a round.
 
-    `durations` has, for each device, the seconds from its selection to its update and the seconds spent on the task.
+    `durations` has, for each device, the seconds from its selection to its update and the seconds of its task.
     """
     lasted_s = max(round_time_s, *(update_time_s for update_time_s, _ in durations))
     compute_s = sum(wall_s for _, wall_s in durations) / len(durations)

@@ -59,17 +59,17 @@ class RunScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def make_test_table(job: JobSettings) -> dict[str, Any]:
-    """Return [test], completed by [data], as a [data] table. With its own path, only `spec.HOW` is completed."""
+    """Return [test] as a [data] table, completed by [data]. Raise JobError if there is neither."""
     if not job.data and not job.test:
-        raise JobError(f"job {job.name!r} has neither [test] nor [data]: there is nothing to test on")
+        raise JobError(f"job {job.name!r} has neither [test] nor [data]: add [test] to evaluate its model")
     is_independent = {"path", "sources"} & job.test.keys() or job.test.get("dataset") in spec.SYNTHETIC
     arrays = _has_arrays_of_one_split(job.data)
     reading_keys = () if "path" not in job.test else spec.HOW if arrays else (*spec.HOW, "x", "y")
     unknown_arrays = [] if is_independent or not arrays else sorted({"x", "y"} & job.data.keys() - job.test.keys())
     if unknown_arrays:
         raise JobError(
-            f"[data] names the array {unknown_arrays[0]} = {job.data[unknown_arrays[0]]!r}, of any split: name "
-            f"that of [test] too"
+            f"[test] {unknown_arrays[0]} is missing: [data] sets {unknown_arrays[0]} = "
+            f"{job.data[unknown_arrays[0]]!r} for its own split, so set the array of [test] too"
         )
     shared = {key: value for key, value in job.data.items() if not is_independent or key in reading_keys}
     is_single_table = str(job.test.get("path", "")).endswith(spec.TABLES)  # all its rows belong to one split
@@ -110,9 +110,8 @@ def read_scores(home: Path, row: StoredJob) -> RunScores:
     except FileNotFoundError:
         return empty_scores
     except checksummed_json.DamagedFileError as error:
-        log.warning(
-            "%s is damaged (%s): `fedquilt model evaluate %s` makes it anew", scores_path(home, row.id), error, row.id
-        )
+        fix = f"write it again with `fedquilt model evaluate {row.id}`"
+        log.warning("%s is damaged (%s): %s", scores_path(home, row.id), error, fix)
         return empty_scores
     return stored if stored.test == empty_scores.test else empty_scores
 

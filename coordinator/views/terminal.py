@@ -62,8 +62,8 @@ WITHIN_ROUND_EVENTS: Final = (
 ELAPSED_FORMAT: Final = "[{:6.1f} s] "
 VIRTUAL_FORMAT: Final = "[{:6.1f} s virtual] "
 START_AGENT_HINT = "start more: `fedquilt agent agent.toml` on a board"
-BROKER_WAIT = wait_reasons.WaitReason("its broker, which cannot be reached", "broker", "lost")
-BROKER_HINT = "`fedquilt doctor --home HOME --broker URL` says why"
+BROKER_WAIT = wait_reasons.WaitReason("its broker, which is unreachable", "broker", "lost")
+BROKER_HINT = "find the reason with `fedquilt doctor --home HOME --broker URL`"
 
 
 class WaitReporter:
@@ -102,7 +102,7 @@ class ConnectionReporter:
         if connected and (was_connected is False or previous_session not in (0, session)):
             return "reconnected to the broker" if previous_session else "connected to the broker"
         if was_connected and not connected:
-            return "lost the connection to the broker; trying to connect until it is back"
+            return "lost the connection to the broker: trying to reconnect"
         return None
 
 
@@ -156,13 +156,13 @@ class Console:
             event, (events.RoundCommitted, events.UpdatesAggregated, *WITHIN_ROUND_EVENTS)
         ):
             if isinstance(event, events.JobEnded):
-                self._print_round(run, "")
+                self._print_pending_round(run, "")
             self._report_for(job.id, *event_messages.format_event(previous_summary, event, run.summary))
         elif isinstance(event, events.TaskDeclined | events.UpdateRejected):
             description = f"declined ({event.code})" if isinstance(event, events.TaskDeclined) else "update refused"
             self._declines[job.id, event.round][event.device] = f"{description}: {event.reason}"
         elif isinstance(event, events.RoundCommitted) and not event.is_evaluation_round:
-            self._print_round(run, event_messages.format_score(run.summary.running.scores))
+            self._print_pending_round(run, event_messages.format_score(run.summary.running.scores))
             if not job.job_state.is_final_evaluation_done:
                 # the summary lacks events of earlier processes
                 run.committed = msgspec.structs.replace(
@@ -171,7 +171,7 @@ class Console:
                     cost=run_summary.sum_costs(previous_summary.state.accepted_updates.values()),
                 )
             if not event_messages.is_evaluation_due(job.job_state):
-                self._print_round(run, "")
+                self._print_pending_round(run, "")
         if isinstance(event, events.RoundCommitted) and not self._is_verbose:
             for warning in event.warnings:
                 if warning not in run.warnings:
@@ -183,11 +183,8 @@ class Console:
         self.refresh()
 
     def observe_rollout(self, rollout: Rollout, event: rounds_rollout.AnyRolloutEvent) -> None:
-        if (
-            self._is_verbose
-            or not isinstance(event, rounds_rollout.StatusReported)
-            or event.phase in rounds_rollout.FAILED
-        ):
+        is_routine = isinstance(event, rounds_rollout.StatusReported) and event.phase not in rounds_rollout.FAILED
+        if self._is_verbose or not is_routine:
             self.report(f"{rollout.id}: {rollout_view.format_event(rollout, event)}")
 
     def _watch_run(self, job: JobView) -> _WatchedRun:
@@ -196,7 +193,7 @@ class Console:
         self._runs[job.id].job = job
         return self._runs[job.id]
 
-    def _print_round(self, run: _WatchedRun, score: str) -> None:
+    def _print_pending_round(self, run: _WatchedRun, score: str) -> None:
         job, committed = run.job, run.committed
         run.score, run.committed = score or run.score, None
         if committed is not None:
@@ -225,6 +222,7 @@ class Console:
     def report_waits(
         self, server: Server, status_of: Callable[[str], DeviceStatus | None] = lambda device: None
     ) -> None:
+        """Report the waits of active jobs that are due, and refresh the status block, at most every WAIT_CHECK_S."""
         now_s, now = self._clock(), time.time()
         if now_s < self._last_wait_check_s + WAIT_CHECK_S:
             return self.refresh()
@@ -232,25 +230,20 @@ class Console:
         for job in server.active_jobs():
             usable_devices = server.registry.usable_engines(job.engines, now_s)
             state, deadline = server.wall_clock_state(job.id, now_s, now)
+            busy_devices = server.devices_of_other_jobs(job.id)
             wait = wait_reasons.find_wait(
-                state,
-                job.engines,
-                usable_devices.keys(),
-                server.devices_of_other_jobs(job.id),
-                status_of,
-                now,
-                deadline,
+                state, job.engines, usable_devices.keys(), busy_devices, status_of, now, deadline
             )
             # the online devices are unknown
             if is_disconnected := wait is not None and self._connection_reporter.is_disconnected:
                 wait = BROKER_WAIT
 
             def find_fix(
-                job: RunningJob = job, able: Collection[str] = usable_devices.keys(), away: bool = is_disconnected
+                job: RunningJob = job, usable: Collection[str] = usable_devices.keys(), offline: bool = is_disconnected
             ) -> str | None:
-                if away:
+                if offline:
                     return BROKER_HINT
-                return wait_reasons.describe_busy_devices(job.job_state, able, server.jobs_by_leased_device(job.id))
+                return wait_reasons.describe_busy_devices(job.job_state, usable, server.jobs_by_leased_device(job.id))
 
             self.report_wait(job, wait, now_s, find_fix)
         self._runs = {id: run for id, run in self._runs.items() if run.job.job_state.phase not in events.ENDED_PHASES}
@@ -329,15 +322,15 @@ def run_coordinator(
 ) -> None:
     """Run a coordinator until the job `only` has ended, or until a stop signal arrives.
 
-    `watch` is called once per turn. An exception in it ends the coordinator in an orderly way.
+    `watch` is called in each iteration of the loop. Its exceptions end the coordinator after a clean shutdown.
     """
     if limits.sites and identity is not None:
         raise JobError(
-            "limits.toml [sites]: in a fleet with certificates these grant the rights of sites (`fedquilt identity "
-            "issue NAME --role site`): remove the table"
+            "limits.toml [sites] has no effect with certificates, which grant site rights (`fedquilt identity issue "
+            "NAME --role site`): remove the table"
         )
     if limits.sites and site is not None:
-        raise JobError("limits.toml [sites]: a site has no sites of its own: remove the table")
+        raise JobError("limits.toml [sites] is set on a site, which cannot have sites of its own: remove the table")
     process_resources.keep_freed_memory()
     http_server.raise_descriptor_limit()
     sole_link = SoleCoordinatorLink(link, fleet, store.home)
@@ -425,7 +418,7 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
             status = store.stored_status(id)  # read before the events, so that the last event is printed
             has_ended = status in events.ENDED_PHASES
             if not status:
-                raise JobError(f"{id} has been deleted meanwhile")
+                raise JobError(f"{id} was deleted while its log was read")
             for number, time_s, event in store.read_events(id, after=last_number):
                 last_number, state = number, apply_event(state, event, time_s)
                 summary = summary.with_event(event, time_s, state)
@@ -439,13 +432,13 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
             is_coordinator_gone = not is_served and now_s >= last_served_s + MAX_COORDINATOR_GAP_S
             if not (is_served or is_coordinator_gone or is_disconnected or has_ended) and follow:
                 progress.LINE.print_lines(
-                    f"no coordinator serves {store.home}: another one is waited for {MAX_COORDINATOR_GAP_S:g} s"
+                    f"no coordinator is running for {store.home}: waiting {MAX_COORDINATOR_GAP_S:g} s for one"
                 )
             is_disconnected = not is_served
             if has_ended or not follow or is_coordinator_gone:
                 console.close()
             if not has_ended and follow and is_coordinator_gone:
-                raise InactiveRunError(f"no coordinator serves {store.home} any more: {store.describe_resume(row)}")
+                raise InactiveRunError(f"no coordinator is running for {store.home}: {store.describe_resume(row)}")
             if has_ended or not follow:
                 for lines in [] if json else event_messages.format_energy_summary(summary):
                     print("\n".join(table.fold_line(lines)))
@@ -464,7 +457,7 @@ def _report_stored_wait(console: Console, store: Store, job: JobView, row: Store
 
     def find_fix() -> str | None:
         able = wait_reasons.eligible_online_devices(state)
-        return wait_reasons.describe_busy_devices(state, able, wait_reasons.devices_of_other_runs(store, row.id))
+        return wait_reasons.describe_busy_devices(state, able, wait_reasons.other_runs_by_device(store, row.id))
 
     busy_devices = {device for device, code in state.ineligibility_reasons.items() if code == selection.BUSY}
     wait = wait_reasons.find_round_wait(row, state, wait_reasons.load_device_statuses(store.home), busy_devices)
@@ -473,8 +466,8 @@ def _report_stored_wait(console: Console, store: Store, job: JobView, row: Store
 
 @contextmanager
 def catch_stop_signals() -> Iterator[Callable[[], bool]]:
-    """Catch SIGINT, SIGTERM and SIGHUP as requests to stop."""
-    # no `threading.Event`, whose lock a second signal within the handler would await for ever
+    """Catch SIGINT, SIGTERM and SIGHUP. Yield a function that returns whether one has arrived."""
+    # not a `threading.Event`: a second signal within the handler would wait for its lock forever
     is_stop_requested = False
 
     def request_stop(signum: int, frame: object) -> None:
@@ -483,14 +476,11 @@ def catch_stop_signals() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         is_stop_requested = True
 
-    def is_asked() -> bool:
-        return is_stop_requested
-
     previous_handlers = {
         number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     try:
-        yield is_asked
+        yield lambda: is_stop_requested
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)

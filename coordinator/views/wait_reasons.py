@@ -25,11 +25,12 @@ from fedquilt.core import FedquiltError, JobError
 class WaitReason(NamedTuple):
     text: str  # to follow "waits for"
     key: Hashable  # changes if more than the elapsed time changes
-    # more devices; plug-ins on devices; devices that are offline or silent; devices at work
+    # waits for more devices, for packages on devices, for unreachable devices, or for devices at work
     kind: Literal["boards", "plugins", "lost", "working"]
 
 
-def devices_of_other_runs(store: Store, run: str) -> dict[str, str]:
+def other_runs_by_device(store: Store, run: str) -> dict[str, str]:
+    """Return the run that each device with a task works for, for all running runs except `run`."""
     run_by_device = dict[str, str]()
     for row in store.readable_jobs():
         if row.id != run and row.status == "running":
@@ -41,7 +42,7 @@ def devices_of_other_runs(store: Store, run: str) -> dict[str, str]:
 
 
 def describe_wait(row: StoredJob, store: Store) -> str | None:
-    """Return the wait of a run for approval, trigger, disk, broker or devices, or None."""
+    """Return the approval, trigger, disk, broker or devices that a run waits for, after "waits for", or None."""
     if row.status == UNAPPROVED:
         return f"its owner: `fedquilt resume {row.id} --home {store.home}`"
     if row.status == ARMED:
@@ -61,11 +62,11 @@ def describe_wait(row: StoredJob, store: Store) -> str | None:
     if status != "running":
         return None
     if row.origin == "run" and (outage := devices.describe_outage(store.home, time.time())):
-        return f"{outage}: what is known of boards is as of then"
+        return f"{outage}: the states of devices are from before"
     state = summarise_events(row.job, store.read_events(row.id)).state
     if state.phase not in ("selecting", "open"):
         return None
-    wait = find_round_wait(row, state, load_device_statuses(store.home), devices_of_other_runs(store, row.id).keys())
+    wait = find_round_wait(row, state, load_device_statuses(store.home), other_runs_by_device(store, row.id).keys())
     return None if wait is None else wait.text
 
 
@@ -80,7 +81,7 @@ def find_round_wait(
     try:
         engines = settings.list_engines(row.job, methods.load(row.job.method))
     except FedquiltError:  # a method of a package that is not installed here
-        engines = (f"what {row.job.method} needs",)
+        engines = (f"an engine of {row.job.method}",)
     return find_wait(
         state,
         engines,
@@ -146,7 +147,9 @@ def find_wait(
         f", {ineligibility_codes.count(code)} not eligible ({code})" for code in sorted(set(ineligibility_codes))
     )
     declined_text = f", {len(state.decline_reasons)} of them declined" if state.decline_reasons else ""
-    busy_text = f", {count} of them at other jobs' tasks" if (count := len(busy_devices & set(usable_devices))) else ""
+    busy_text = (
+        f", {count} of them working for other jobs" if (count := len(busy_devices & set(usable_devices))) else ""
+    )
     devices_text = (
         f"devices that run {' or '.join(engines)}: {len(usable_devices)} "
         f"online{busy_text}{ineligible_text}{declined_text}"
@@ -194,6 +197,7 @@ def _find_selected_wait(
     now: float,
     deadline: float,
 ) -> WaitReason | None:
+    """Return the wait for the selected devices, grouped by why they do not work now, or None if all work."""
     lost_by_reason, working = dict[str, list[str]](), list[str]()  # by reason
     for device in sorted(state.pending_devices):
         if (reason := _lost_reason(device, usable_devices, busy_devices, status_of(device), now)) is None:
@@ -257,21 +261,21 @@ def _lost_reason(
 ) -> str | None:
     """Return why a selected device cannot work on its task now, or None if the device is able to."""
     if device in busy_devices:
-        return "at other jobs' tasks"
+        return "working for other jobs"
     if status_of is None:
         return None if device in usable_devices else "offline"
     if not status_of.online:
         since = "" if status_of.since is None else f" since {units.format_time_of_day(status_of.since, now)}"
         return f"{'silent' if status_of.silent else 'offline'}{since}"
     if status_of.quiet and status_of.seen is not None:
-        return f"last heard {units.format_duration(now - status_of.seen)} ago"
+        return f"last message {units.format_duration(now - status_of.seen)} ago"
     return None
 
 
 def describe_busy_devices(
     state: JobState, usable_devices: Collection[str], busy_devices: Mapping[str, str]
 ) -> str | None:
-    """Return the wait for devices leased to other runs, or None if the round waits for another reason."""
+    """Return which runs have the devices that the round waits for, or None if it waits for another reason."""
     if state.pending_devices:
         busy_pending = state.pending_devices & busy_devices.keys()
         missing_count = len(state.pending_devices - busy_devices.keys())
@@ -288,8 +292,8 @@ def describe_busy_devices(
         return None
     runs = sorted({busy_devices[device] for device in busy_pending})
     devices_by_run = {run: sorted(device for device in busy_pending if busy_devices[device] == run) for run in runs}
-    tasks_text = "; ".join(f"{format_names(devices)} at a task of {run}" for run, devices in devices_by_run.items())
-    return f"it goes on when they are free: {tasks_text}"
+    tasks_text = "; ".join(f"{format_names(devices)} working for {run}" for run, devices in devices_by_run.items())
+    return f"continues when they are free: {tasks_text}"
 
 
 def format_names(names: Sequence[str], max_names: int = 5) -> str:

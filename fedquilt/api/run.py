@@ -171,7 +171,7 @@ class Run:
             if has_ended:
                 return
             if time.monotonic() >= served_s + MAX_COORDINATOR_GAP_S:
-                raise InactiveRunError(f"no coordinator serves {self.home}: {resume}")
+                raise InactiveRunError(f"no coordinator is running for {self.home}: {resume}")
             time.sleep(POLL_S)
 
     def devices(self) -> Table:

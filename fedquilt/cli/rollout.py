@@ -337,4 +337,4 @@ def submit_rollout(store: Store, plan: RolloutPlan, payload: bytes | None, descr
     if wait_reason := view.describe_unmatched_labels(plan, context):
         print(f"it waits for {wait_reason}")
     if not context.is_served:
-        print(f"no coordinator serves {home}: `fedquilt serve --home {home}` carries it out")
+        print(f"no coordinator is running for {home}: start one with `fedquilt serve --home {home}`")

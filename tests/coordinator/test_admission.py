@@ -207,7 +207,7 @@ def test_an_update_of_another_state_is_refused():
     (answer,) = hear("asked", UpdateAnnounced("a", other)).actions
     assert isinstance(answer, AckUpdate)
     assert not answer.accepted
-    assert "began with another" in answer.reason
+    assert "this round has another state" in answer.reason
 
 
 def test_a_refusal_of_another_attempt_or_round_or_job_is_old():
@@ -286,7 +286,7 @@ def test_an_update_that_nobody_asked_for_is_turned_down_and_its_task_taken_back(
     answer, idle = hear(situation, UpdateAnnounced("a", update())).actions
     assert isinstance(answer, AckUpdate)
     assert not answer.accepted
-    assert "round 2 is closed or did not ask for this" in answer.reason
+    assert "round 2 is closed, or this device was not selected for it" in answer.reason
     assert idle == CancelTask("a")
 
 
@@ -301,7 +301,7 @@ def test_an_update_of_another_round_is_turned_down_and_the_task_stays_out():
 def test_nobody_speaks_for_another(situation):
     step = hear(situation, UpdateAnnounced("stranger", update("a")))
     assert step.actions == (
-        AckUpdate("stranger", update("a"), False, "it names another device, a"),
+        AckUpdate("stranger", update("a"), False, "the update names another device, a"),
         CancelTask("stranger"),
     )
     assert not step.events
@@ -313,7 +313,7 @@ def test_an_update_of_another_job_is_kept_by_its_device_as_long_as_that_may_go_o
     step = hear(situation, UpdateAnnounced("a", update(job=OTHER), status))
     if status in ("done", "failed", ""):
         assert isinstance(step.actions[0], AckUpdate)
-        assert (step.actions[0].accepted, "no job j-2 is under way" in step.actions[0].reason) == (False, True)
+        assert (step.actions[0].accepted, "job j-2 is not active" in step.actions[0].reason) == (False, True)
     else:
         assert step == Decision(None)
 

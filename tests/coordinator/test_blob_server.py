@@ -338,7 +338,7 @@ def test_a_board_that_holds_all_its_connections_leaves_the_others_theirs(site):
         refused = asking(site, tokens[0], large[0].sha256)
         said = answer_of(refused)[2]
         refused.close()
-        assert said == b"you have 8 connections open here: let one end first"
+        assert said == b"too many connections: this device has 8 open, close one first"
         assert site.get() == (200, PAYLOAD)
     wait_until(lambda: not len(site.server._connections), "the places are free again")
     with asking(site, tokens[0], large[0].sha256) as sock:

@@ -532,16 +532,16 @@ def test_the_log_tells_the_planned_epochs():
         CohortSelected(3, 0, ("a", "b"), deadline_s=42.0, epochs={"b": 8, "a": 1})
     )
     assert told == [
-        "round 4: cohort a, b; deadline 42 s, chosen for it",
-        "round 4: epochs, as planned for energy: a 1, b 8",
+        "round 4: cohort a, b; deadline 42 s",
+        "round 4: epochs for least energy: a 1, b 8",
     ]
 
 
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"joules_per_round": 30}, 'only deadline = "energy" heeds it'),
-        ({"deadline": "predicted", "joules_per_round": 30}, "joules_per_round: only"),
+        ({"joules_per_round": 30}, 'no effect without deadline = "energy"'),
+        ({"deadline": "predicted", "joules_per_round": 30}, "joules_per_round has no effect"),
     ],
 )
 def test_a_bound_that_nothing_heeds_is_refused(keys, told):

@@ -212,7 +212,7 @@ def test_ls_says_what_a_job_waits_for_and_what_each_alone_takes_on_the_disk(two_
     stage.store.acquire_lock()  # as the coordinator's process does
     rows = {row.id: event_messages.summarise_run(row, stage.store, own) for row in stage.store.readable_jobs()}
     assert rows[first]["waits"] is None
-    said = "devices that run torch or numpy: 2 online, 2 of them at other jobs' tasks, at least "
+    said = "devices that run torch or numpy: 2 online, 2 of them working for other jobs, at least "
     assert [rows[id]["waits"] for id in (second, third)] == [f"{said}1 needed", f"{said}3 needed"]
     assert event_messages.format_runs(list(rows.values()))[4:] == [
         f"{id} waits for {rows[id]['waits']}" for id in (second, third)

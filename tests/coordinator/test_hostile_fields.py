@@ -236,4 +236,4 @@ def test_control_characters_of_a_device_reach_no_log(tmp_path):
     (declined,) = stage.told(TaskDeclined)
     (rejected,) = stage.told(UpdateRejected)
     assert declined.reason == "?[2J?]0;title? round 9: done ?2J?"
-    assert rejected.reason.startswith(f"metric {declined.reason!r} has a name other than")
+    assert rejected.reason.startswith(f"metric name {declined.reason!r} is invalid")

@@ -60,25 +60,25 @@ def test_each_limit_ends_a_job_when_it_is_reached_and_says_so():
     spent = ResourceUsage(joules=30.0, bytes=700, wall_s=60.0)
     assert describe_reached_limit(JobLimits(), spent) is None
     assert describe_reached_limit(JobLimits(max_joules=30.1, max_bytes=701, max_wall_s=60.1), spent) is None
-    assert describe_reached_limit(JobLimits(max_joules=30.0), spent) == "max_joules: 30 J of 30 J are used up"
-    assert describe_reached_limit(JobLimits(max_bytes=700), spent) == "max_bytes: 700 bytes of 700 are used up"
-    assert describe_reached_limit(JobLimits(max_wall_s=59.0), spent) == "max_wall_s: 60 s of 59 s are used up"
+    assert describe_reached_limit(JobLimits(max_joules=30.0), spent) == "max_joules: 30 J of 30 J are used"
+    assert describe_reached_limit(JobLimits(max_bytes=700), spent) == "max_bytes: 700 bytes of 700 are used"
+    assert describe_reached_limit(JobLimits(max_wall_s=59.0), spent) == "max_wall_s: 60 s of 59 s are used"
 
 
 def test_joules_that_nobody_measured_end_nothing_but_are_spoken_of():
     spent = ResourceUsage(joules=0.0, unmetered=2)
     assert describe_reached_limit(JobLimits(max_joules=1.0), spent) is None
     assert describe_unmetered_tasks(JobLimits(max_joules=1.0), spent) == (
-        "max_joules = 1 ends nothing here: no board that has answered has a meter for its joules; "
-        "the job runs to its rounds, or to another limit of [stop]"
+        "max_joules = 1 has no effect: no device of this job measures its energy. The job ends after its rounds or at "
+        "another limit of [stop]"
     )
     some = ResourceUsage(joules=0.5, metered=1, unmetered=2)
     assert describe_unmetered_tasks(JobLimits(max_joules=1.0), some) == (
-        "max_joules counts 0.5 J of 1 J, without 2 tasks on boards that have no meter"
+        "0.5 J of max_joules = 1 J are used, not counting 2 tasks on devices without a power meter"
     )
     assert describe_unmetered_tasks(JobLimits(), spent) is None
     assert describe_unmetered_tasks(JobLimits(max_joules=1.0), ResourceUsage(joules=0.5)) is None
-    assert "without 1 task on" in str(
+    assert "not counting 1 task on" in str(
         describe_reached_limit(JobLimits(max_joules=1.0), ResourceUsage(joules=1.5, unmetered=1))
     )
 
@@ -86,7 +86,7 @@ def test_joules_that_nobody_measured_end_nothing_but_are_spoken_of():
 def test_a_method_that_ends_by_itself_and_has_not_is_told_in_the_last_round():
     stitching = methods.load("fedstitch")
     told = describe_early_end(stitching, "fedstitch", 3, 2)
-    assert told.startswith("the job's 3 rounds are over before fedstitch has ended")
+    assert told.startswith("fedstitch has not finished after the job's 3 rounds")
     assert describe_early_end(stitching, "fedstitch", 3, 1) is None
     assert describe_early_end(methods.load("fedavg"), "fedavg", 3, 2) is None
 
@@ -178,13 +178,13 @@ def test_a_gain_that_is_rounded_down_counts():
         ({"stop": {"patience": 1.5}, "check": {"every": 1}}, "patience"),
         (
             {"stop": {"patience": 3}},
-            r"\[stop\] patience = 3: it counts evaluations by devices; set \[check\] every = 1",
+            r"\[stop\] patience = 3 needs evaluations by devices: set \[check\] every = 1",
         ),
         (
             {"stop": {"patience": 3}, "check": {"every": 1, "beside": True}},
-            r"it counts evaluations by devices; leave \[check\] beside out",
+            r"needs evaluations by devices: remove \[check\] beside",
         ),
-        ({"stop": {"min_gain": 0.1}}, r"\[stop\] min_gain = 0.1: only patience heeds it"),
+        ({"stop": {"min_gain": 0.1}}, r"\[stop\] min_gain = 0.1 has no effect without patience"),
         ({"stop": {"patience": 3, "min_gain": -0.1}, "check": {"every": 1}}, "min_gain = -0.1"),
         ({"stop": {"patience": 3, "min_gain": float("nan")}, "check": {"every": 1}}, "min_gain = nan"),
         ({"stop": {"patience": 3, "min_gain": float("inf")}, "check": {"every": 1}}, "min_gain = inf"),

@@ -157,7 +157,7 @@ def test_a_damaged_sum_is_named_and_the_devices_in_it_are_asked_again(tmp_path):
     stage.hands[1].answer(constant_model(VALUES["b"]))
     stage.play()
     assert sorted(fact.device for fact in stage.told(UpdateLost)) == ["a", "c"]
-    assert "the sum" in stage.told(UpdateLost)[0].reason
+    assert "the partial aggregate" in stage.told(UpdateLost)[0].reason
     for hand in (stage.hands[0], stage.hands[2]):
         hand.answer(constant_model(VALUES[hand.name]), epoch=stage.store.epoch)
         stage.play()
@@ -244,7 +244,7 @@ def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(tmp_path, monk
     def gone(*given):
         raise StoreError("the blob is gone")
 
-    monkeypatch.setattr(Aggregator, "validate_large_update", gone)
+    monkeypatch.setattr(Aggregator, "decode_large_update", gone)
     gate.set()
     while not worker.is_idle:
         select.select(worker.fds(), (), (), 60)

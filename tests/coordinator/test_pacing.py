@@ -332,7 +332,7 @@ def test_why_and_devices_say_who_waits_for_its_turn_and_for_how_many(tmp_path, m
     stage.play(2.0)
     states = {each.board.device: each.state for each in devices.load_devices(stage.store.home)}
     assert states == {"a": "sending", "b": "sending", "c": "waiting", "d": "waiting", "e": "asked", "f": "asked"}
-    assert "waits for its turn to be sent: 2 others are being sent or read" in stage.told_of("c")
+    assert "waits for its transfer: 2 others are in transfer or being validated" in stage.told_of("c")
     assert stage.told_of("a") == stage.told_of("e") == "round 1: selected"
     with monkeypatch.context() as patch:
         patch.setattr(Store, "is_served", lambda store: False)

@@ -147,7 +147,7 @@ def played(silence: SilenceDetector, seconds: float, begin_s: float, hears: bool
     ask, silent = list[str](), list[str]()
     for step in range(1, int(seconds) + 1):
         found = silence.step(begin_s + step, hears)
-        ask += found.devices_to_ask
+        ask += found.devices_to_request
         silent += found.silent
     return ask, silent
 
@@ -210,11 +210,11 @@ def test_idle_devices_are_not_asked_in_a_storm(silence):
         silence.record_contact(name)
     played(silence, QUIET_LIMIT_S - 1, 100.0)
     for step in range(20):
-        ask = silence.step(100.0 + QUIET_LIMIT_S + step, True).devices_to_ask
+        ask = silence.step(100.0 + QUIET_LIMIT_S + step, True).devices_to_request
         assert len(ask) == REQUESTS_PER_S
         for name in ask:
             silence.record_contact(name)
-    assert silence.step(100.0 + QUIET_LIMIT_S + 20, True).devices_to_ask == []
+    assert silence.step(100.0 + QUIET_LIMIT_S + 20, True).devices_to_request == []
 
 
 # -- in the coordinator -------------------------------------------------------------------------------------------

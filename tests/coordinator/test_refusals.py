@@ -156,7 +156,8 @@ def test_a_job_that_fails_names_those_that_an_earlier_attempt_refused():
     state = apply_events(state, RoundRetried(0, 1), CohortSelected(0, 1, ("c",)))
     fact = decide_event(state, 10.0, set("bc"))
     assert (
-        "1 answered, 1 declined, 1 stayed silent, and 3 updates are needed; refused: a: none; silent: c" in fact.reason
+        "1 submitted an update, 1 declined, 1 did not answer, and 3 updates are needed; reasons: a: none; no answer: c"
+        in fact.reason
     )
 
 
@@ -190,7 +191,9 @@ def test_two_agents_of_one_device_are_named(
     registry = DeviceRegistry()
     for at_s, (boot, seq) in enumerate(came):
         registry.update_presence("a", wire.Presence(online=True, boot=boot, seq=seq), float(at_s))
-    assert ("two agents use the id a in turn: give each its own `device`" in caplog.text) is warned
+    assert (
+        "device id a is used by two agents: set a different `device` in agent.toml of each" in caplog.text
+    ) is warned
 
 
 RECURS = sorted(code for code in get_args(wire.RefusalCode) if DECLINE_REASONS[code].recurs)

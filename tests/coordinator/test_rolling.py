@@ -73,7 +73,7 @@ def test_only_boards_with_the_labels_get_it(ground):
 
 # -- boards that are away -------------------------------------------------------------------------
 def test_boards_that_cannot_be_upgraded_are_left_out_by_name_and_do_not_count(ground):
-    never = {"versions": {UPGRADES: "none: no launcher started the agent"}}
+    never = {"versions": {UPGRADES: "none: its agent was not started by the launcher"}}
     unable = ground.fleet(2, lambda device, release: "refused" if release.kind == "agent" else "committed", **never)
     ground.fleet(2)
     id = ground.deploy(kind="agent", canary=0.5, phases=(1.0,))
@@ -82,8 +82,8 @@ def test_boards_that_cannot_be_upgraded_are_left_out_by_name_and_do_not_count(gr
     assert (state.status, state.count_outcomes()) == ("done", {"committed": 2})
     assert not any(board.releases for board in unable)
     begun = told(ground, RolloutStarted)[0]
-    assert begun.incompatible_devices == dict.fromkeys(("b-000", "b-001"), "no launcher started the agent")
-    said = "begun: agent digits; left out: b-000, b-001 (no launcher started the agent)"
+    assert begun.incompatible_devices == dict.fromkeys(("b-000", "b-001"), "its agent was not started by the launcher")
+    said = "started: agent digits; left out: b-000, b-001 (its agent was not started by the launcher)"
     assert view.format_event(state, begun) == said
     ground.fleet(1, **never)
     ground.play(10.0)
@@ -94,14 +94,14 @@ def test_boards_that_cannot_be_upgraded_are_left_out_by_name_and_do_not_count(gr
 
 
 def test_an_upgrade_of_boards_that_all_cannot_be_upgraded_ends_and_names_them(ground):
-    ground.fleet(2, versions={UPGRADES: "none: no launcher started the agent"})
+    ground.fleet(2, versions={UPGRADES: "none: its agent was not started by the launcher"})
     id = ground.deploy(kind="agent")
     ground.play(10.0)
     state = ground.state(id)
     assert state.status == "aborted"
     assert state.reason == (
-        "no selected device can take the release: b-000 and 1 more (no launcher started the agent); "
-        "select other devices"
+        "no selected device can run the release: b-000 and 1 more (its agent was not started by the launcher). "
+        "Select other devices"
     )
 
 
@@ -116,7 +116,7 @@ def test_a_model_goes_to_no_device_whose_runtime_is_too_old_for_it(ground):
     state = ground.state(id)
     said = view.format_event(state, told(ground, RolloutStarted)[0])
     assert said == (
-        "begun: model digits; left out: b-000 (onnxruntime 1.19.2 supports opset 21 and IR version 10 at most, but the "
+        "started: model digits; left out: b-000 (onnxruntime 1.19.2 supports opset 21 and IR version 10 at most, but the "
         "model has opset 25 and IR version 10: export it with opset_version=21 and IR version 10, or install a newer "
         "ONNX Runtime on the device)"
     )
@@ -135,7 +135,8 @@ def test_a_model_goes_to_no_device_without_a_runtime(ground, versions):
     assert not any(board.releases for board in bare)
     state = ground.state(id)
     assert view.format_event(state, told(ground, RolloutStarted)[0]) == (
-        "begun: model digits; left out: b-000 (no ONNX Runtime, which checks models: install the extra `onnx` there)"
+        "started: model digits; left out: b-000 (ONNX Runtime, which checks models, is missing: "
+        "install the extra `onnx` on the device)"
     )
     assert (state.status, state.count_outcomes()) == ("done", {"committed": 2})
     bare[0].go()
@@ -150,7 +151,7 @@ def test_a_model_that_only_devices_without_a_runtime_could_get_ends_its_rollout(
     id = ground.deploy()
     ground.play(10.0)
     assert ground.state(id).status == "aborted"
-    assert "no selected device can take the release: b-000 and 1 more (no ONNX Runtime" in ground.state(id).reason
+    assert "no selected device can run the release: b-000 and 1 more (ONNX Runtime" in ground.state(id).reason
 
 
 def test_settings_go_to_devices_without_a_runtime(ground):
@@ -287,8 +288,8 @@ def test_a_rollout_is_ended_by_request(ground):
     away = next(board for board in boards if board.runs)
     away.go()
     said = run_control.revert_rollout(ground.store, id)
-    when = f"as soon as a coordinator serves {ground.home}"
-    assert said == f"{id} of digits is ended {when}: boards return to what they ran before"
+    when = f"as soon as a coordinator runs for {ground.home}"
+    assert said == f"{id} of digits is aborted {when}: devices return to their previous release"
     ground.play()
     assert ground.having() == [away.name]
     away.come()
@@ -296,7 +297,7 @@ def test_a_rollout_is_ended_by_request(ground):
     assert ground.having() == []
     assert ground.state(id).status == "aborted"
     assert not ground.store.rollouts.find_rollout(id).revert_requested
-    with pytest.raises(JobError, match=f"{id} is aborted"):
+    with pytest.raises(JobError, match=f"{id} is already aborted"):
         run_control.revert_rollout(ground.store, id)
 
 
@@ -307,7 +308,7 @@ def test_a_rollout_that_is_done_is_taken_back(ground):
     second = ground.deploy(OTHER, name="second")
     ground.play(30.0)
     assert len(ground.having(OTHER)) == 6
-    with pytest.raises(JobError, match=f"boards have {second} of second since, .*roll out again .* before {first}"):
+    with pytest.raises(JobError, match=f"{first} cannot be reverted: devices have the later {second} of second"):
         run_control.revert_rollout(ground.store, "first")
     run_control.revert_rollout(ground.store)
     ground.play()
@@ -330,7 +331,7 @@ def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground, ended):
         run_control.revert_rollout(ground.store, second)
         ground.play()
     assert ground.state(second).status == ended
-    with pytest.raises(JobError, match=f"boards were offered {second} of .* since, .*roll out again .* before {first}"):
+    with pytest.raises(JobError, match=f"{first} cannot be reverted: devices were offered the later {second}"):
         run_control.revert_rollout(ground.store, first)
     ground.play()
     assert ground.state(first).status == "done"
@@ -350,7 +351,7 @@ def test_a_rollout_is_taken_back_though_a_board_reports_at_that_moment(ground):
             return found
 
         store.rollouts.find_rollout = find_slowly
-        assert run_control.revert_rollout(store, id).startswith(f"{id} of digits is taken back")
+        assert run_control.revert_rollout(store, id).startswith(f"{id} of digits is rolled back")
     assert ground.store.rollouts.find_rollout(id).revert_requested
 
 
@@ -363,14 +364,14 @@ def test_one_rollout_of_a_kind_at_a_time(ground):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"phases": (0.03, 1.0)}, "the phases 5 %, 3 %, 100 % do not grow"),
-        ({"phases": ()}, "at least one phase"),
-        ({"canary": 0.0}, "a canary above 0 %"),
-        ({"window": "2-5"}, "'2-5' is no window: write it as 02:00-05:00"),
-        ({"window": "02:00-02:00"}, "begins when it ends"),
+        ({"phases": (0.03, 1.0)}, "phases 5 %, 3 %, 100 % do not grow"),
+        ({"phases": ()}, "no phase after it"),
+        ({"canary": 0.0}, "a canary of 0 %"),
+        ({"window": "2-5"}, "window '2-5' is invalid: write 02:00-05:00"),
+        ({"window": "02:00-02:00"}, "is empty: set different times"),
         ({"select": ("Site Lab",)}, "is not a label or !label"),
-        ({"limits": wire.ReleaseLimits(max_energy_j=1e300)}, "Plan of model-.* cannot be kept: .*max_energy_j"),
-        ({"name": "\udcff"}, "Plan of model-.* cannot be kept: .*surrogates"),
+        ({"limits": wire.ReleaseLimits(max_energy_j=1e300)}, "Plan of model-.* cannot be encoded: .*max_energy_j"),
+        ({"name": "\udcff"}, "Plan of model-.* cannot be encoded: .*surrogates"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(ground, changes, said):
@@ -390,7 +391,7 @@ def test_a_board_with_a_later_release_of_elsewhere_is_named(ground):
     id = ground.deploy()
     ground.play()
     assert ground.state(id).status == "aborted"
-    assert f"it has release {1 << 40} of other" in ground.state(id).reason
+    assert f"has the later release {1 << 40} of other" in ground.state(id).reason
 
 
 def test_a_board_that_says_ever_more_fills_no_log(ground):

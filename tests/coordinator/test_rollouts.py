@@ -166,7 +166,7 @@ def test_more_failures_than_allowed_abort_it(failure, passed):
     fact = decide_rollout_event(
         apply_rollout_event(now, StatusReported(devices[2], 7, failure, "worse")), there(devices), 0.0, 8
     )
-    assert fact == RolloutReverted(8, f"3 of {passed + 3} boards failed, more than 10 % (b-000 {failure}: worse)")
+    assert fact == RolloutReverted(8, f"3 of {passed + 3} devices failed, more than 10 % (b-000 {failure}: worse)")
 
 
 def test_at_the_end_of_a_step_only_those_that_answered_count():
@@ -215,7 +215,7 @@ def test_a_board_that_died_in_its_check_is_shown_as_lost_until_it_is_heard_again
     told = view.summarise_rollout_and_devices(StoredRollout(now, 0.0, 0.0, "me", ""))
     assert told["counts"] == {"committed": 10, "lost": 1, "silent": 1}
     assert (told["boards"][0]["phase"], told["boards"][1]["phase"]) == ("lost", "silent")
-    assert told["boards"][0]["reason"] == "it came no further than checking and fell silent: it counts as failed"
+    assert told["boards"][0]["reason"] == "silent since phase checking: counts as failed"
     assert apply_rollout_event(now, StatusReported(devices[0], 7, "committed")).count_outcomes() == {
         "": 1,
         "committed": 11,
@@ -261,7 +261,7 @@ def test_what_is_of_something_else_is_no_fact(device, said):
 def test_a_later_release_of_elsewhere_is_a_refusal():
     fact = event_from_report(state(ReleaseOffered(0, ("a",))), "a", message("committed", serial=9, rollout="other"))
     assert (fact.serial, fact.phase) == (7, "refused")
-    assert "release 9 of other, and this is 7" in fact.reason
+    assert "release 9 of other, this is 7" in fact.reason
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_facts_that_cannot_follow_are_refused():
             if status in allowed:
                 apply_rollout_event(now, facts[kind])
             else:
-                with pytest.raises(JobError, match=f"cannot follow in r, which is {status}"):
+                with pytest.raises(JobError, match=f"is not allowed while the rollout is {status}"):
                     apply_rollout_event(now, facts[kind])
 
 
@@ -359,9 +359,9 @@ def test_a_damaged_log_is_named_and_hides_no_other(ground, caplog):
     second = ground.deploy(OTHER, name="second")
     ground.play(30.0)
     assert ground.state(second).status == "done"
-    assert f"the log of {first} in" in caplog.text
+    assert f"the event log of {first} in" in caplog.text
     assert ground.store.find_damaged_ids() == [first]
-    with pytest.raises(StoreError, match="is damaged: fact 2"):
+    with pytest.raises(StoreError, match="is damaged: event 2"):
         ground.store.rollouts.find_rollout(first)
 
 

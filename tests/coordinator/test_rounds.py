@@ -174,7 +174,7 @@ def test_a_job_fails_with_reasons_when_its_attempts_are_used_up():
     fact = decide_event(state, 10.0, {"b"})
     assert isinstance(fact, JobEnded)
     assert fact.status == "failed"
-    for part in ("a: too big", "silent: b", "fedquilt resume"):
+    for part in ("a: too big", "no answer: b", "fedquilt resume"):
         assert part in fact.reason
 
 
@@ -188,7 +188,8 @@ def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked():
         started_state(attempts=1), CohortSelected(0, 0, ("a",)), TaskDeclined(0, "a", "failed", "too big")
     )
     assert said(alone, {"a"}).startswith(
-        "round 1 asked 1 device in 1 attempt: 0 answered, 1 declined, and 1 update is needed; refused: a: too big.\nFix"
+        "round 1 selected 1 device in 1 attempt: 0 submitted an update, 1 declined, and 1 update is needed; "
+        "reasons: a: too big.\nFix"
     )
     state = apply_events(started_state(size=5, attempts=2, quorum=0.6), CohortSelected(0, 0, tuple("abcde")))
     state = apply_events(state, UpdateAccepted(0, update("a")), RoundRetried(0, 1), CohortSelected(0, 1, tuple("bcd")))
@@ -199,8 +200,9 @@ def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked():
         TaskDeclined(0, "d", "none", ""),
     )
     assert said(state, set("abcd")).startswith(
-        "round 1 asked 5 devices in 2 attempts: 1 answered, 1 declined, 1 sent what was rejected, 1 had nothing to do, "
-        "1 stayed silent, and 3 updates are needed; refused: b: too big; c: NaN; d: ; silent: e.\nFix: see to"
+        "round 1 selected 5 devices in 2 attempts: 1 submitted an update, 1 declined, 1 submitted an invalid update, "
+        "1 had no task, 1 did not answer, and 3 updates are needed; reasons: b: too big; c: NaN; d: ; no answer: e.\n"
+        "Fix: check"
     )
 
 
@@ -210,7 +212,7 @@ def test_a_reason_that_many_devices_give_is_told_once():
     state = apply_events(state, *(TaskDeclined(0, device, "failed", "too big") for device in names[1:]))
     fact = decide_event(apply_events(state, TaskDeclined(0, "a", "disk", "broken")), 1e9, set(names))
     assert isinstance(fact, JobEnded)
-    assert "; refused: a: broken; b, c, d, e, f and 4 more: too big.\nFix: see to" in fact.reason
+    assert "; reasons: a: broken; b, c, d, e, f and 4 more: too big.\nFix: check" in fact.reason
 
 
 def test_a_round_in_which_the_method_has_nothing_for_anybody_closes_with_nobody():
@@ -304,7 +306,7 @@ def test_facts_of_another_round_are_refused():
         TaskDeclined(2, "a", "x", "y"),
         RoundRetried(1, 1),
     ):
-        with pytest.raises(JobError, match=f"of round {fact.round + 1} in the log of a job whose running round is 1"):
+        with pytest.raises(JobError, match=f"belongs to round {fact.round + 1}, but the running round is 1"):
             apply_event(state, fact, 5.0)
 
 

@@ -68,7 +68,9 @@ def test_a_fact_leads_where_the_table_says_or_is_refused(fact, phase):
     if to:
         assert apply_event(state, fact, 1.0).phase in to
     else:
-        with pytest.raises(JobError, match=f"{type(fact).__name__} in round 1 cannot happen to a job that is {phase}"):
+        with pytest.raises(
+            JobError, match=f"{type(fact).__name__} in round 1 is not allowed while the job is {phase!r}"
+        ):
             apply_event(state, fact, 1.0)
 
 
@@ -157,7 +159,7 @@ def test_a_job_that_has_taken_enough_is_done_at_the_end_of_its_round():
     state = apply_events(state, UpdateAccepted(0, answer))
     assert decide_event(state, 1.0, {"a"}) == RoundClosed(0)
     state = apply_events(state, RoundClosed(0), committed(0))
-    assert decide_event(state, 1.0, {"a"}) == JobEnded("done", "max_joules: 6 J of 5 J are used up")
+    assert decide_event(state, 1.0, {"a"}) == JobEnded("done", "max_joules: 6 J of 5 J are used")
 
 
 def test_the_time_of_a_job_is_that_of_its_rounds_in_the_log():
@@ -172,7 +174,7 @@ def test_the_time_of_a_job_is_that_of_its_rounds_in_the_log():
         apply_events(JobState(plan), *facts, now_s=5.0).usage == apply_events(JobState(plan), *facts, now_s=777.0).usage
     )
     assert decide_event(apply_events(state, *facts[5:]), 5.0, {"a"}) == JobEnded(
-        "done", "max_wall_s: 70 s of 70 s are used up"
+        "done", "max_wall_s: 70 s of 70 s are used"
     )
 
 

@@ -128,7 +128,7 @@ def test_a_decision_costs_what_has_changed_since_the_last(monkeypatch):
 @pytest.mark.parametrize(
     ("versions", "said"),
     [
-        ({}, "has no package mine-fl, of which the job needs 1.0 (aaaaaaaa): install it there"),
+        ({}, "lacks package mine-fl 1.0 (aaaaaaaa): install it on the device"),
         ({"plugin mine": f"mine-fl 1.1 {'b' * 64}"}, "has package mine-fl 1.1 (bbbbbbbb), and the job needs 1.0 (aaaa"),
         ({"plugin mine": f"mine-fl 1.0 {'c' * 64}"}, "has package mine-fl 1.0 (cccccccc), and the job needs 1.0 (aaaa"),
         ({"plugin mine": f"mine-fl 1.0 {'a' * 64}"}, None),

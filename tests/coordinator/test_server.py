@@ -238,12 +238,12 @@ def test_a_job_stops_when_its_bytes_are_used_up_and_says_what_joules_it_cannot_c
     stage.play()
     assert [fact.round for fact in stage.told(RoundCommitted)] == [0]
     assert stage.told(RoundCommitted)[0].warnings == (
-        "max_joules = 5 ends nothing here: no board that has answered has a meter for its joules; the job runs to its "
-        "rounds, or to another limit of [stop]",
+        "max_joules = 5 has no effect: no device of this job measures its energy. The job ends after its rounds or at "
+        "another limit of [stop]",
     )
     assert 2.0 < stage.told(RoundCommitted)[0].took_s < 4.2
     assert [(fact.status, fact.reason) for fact in stage.told(JobEnded)] == [
-        ("done", "max_bytes: 12 bytes of 10 are used up")
+        ("done", "max_bytes: 12 bytes of 10 are used")
     ]
 
 
@@ -255,7 +255,7 @@ def test_a_limit_of_joules_that_no_board_counts_is_told_once_more_at_the_end(tmp
     stage.play()
     (ended,) = stage.told(JobEnded)
     assert ended.status == "done"
-    assert "max_joules = 5 ends nothing here" in ended.reason
+    assert "max_joules = 5 has no effect" in ended.reason
 
 
 def test_boards_that_take_fewer_joules_are_preferred_where_the_job_says_so(tmp_path):
@@ -343,7 +343,10 @@ def test_coded_updates_on_both_sides_of_a_restart_count_as_if_there_were_none(co
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"bases": {"model": "a" * 64}}, "bundle 'model' has moved from aaaaaaaaaaaa, which this round has not sent"),
+        (
+            {"bases": {"model": "a" * 64}},
+            "bundle 'model' is relative to the blob aaaaaaaaaaaa, which this round has not sent",
+        ),
         ({"bases": {}, "value": np.inf}, "'1.bias#step' holds 1 values that are not finite"),
         ({"value": -1.0}, "tensor '1.bias': part step is -0.00787402, which is not a number of at least 0"),
     ],

@@ -40,7 +40,7 @@ def test_the_first_state_of_a_job_is_made_again_if_it_is_damaged(stage, caplog):
     flip(stage.store.blob_store.folder / sha256)
     stage.restart()
     stage.play()
-    assert f"({sha256[:12]}) was gone or damaged: it is made again" in caplog.text
+    assert f"({sha256[:12]}) was missing or damaged: created again from the bundle" in caplog.text
     hand.answer(constant_model())
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
@@ -133,7 +133,7 @@ def test_a_device_that_knows_a_later_start_gets_its_task_from_a_still_later_one(
     task = hand.tasks[-1]
     assert task.epoch == 10
     assert stage.store.epoch == 10
-    assert caplog.text.count("a has counted round 6") == 1
+    assert caplog.text.count("a has completed round 6") == 1
     assert "this home is an older copy" in caplog.text
 
 
@@ -151,7 +151,7 @@ def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(tmp_path,
     hand.answer(constant_model())
     stage.play()
     assert [(row.id == later, row.status) for row in stage.store.readable_jobs()] == [(False, "failed"), (True, "done")]
-    assert "is damaged: fact 1" in caplog.text
+    assert "is damaged: event 1" in caplog.text
     assert "unreferenced blobs are kept" in caplog.text
     assert all(stage.store.blob_store.find_ref(sha256) for sha256 in kept)
 
@@ -173,11 +173,11 @@ def test_a_metric_that_is_huge_bricks_nothing(stage, value):
     [
         (
             {"evaluation": EvaluationSums(examples=0)},
-            "no evaluation: none of the devices holds out an example ([data] held), or there is no model yet",
+            "no evaluation: no device has held-out examples ([data] held), or there is no model yet",
         ),
         (
             {"weight": 0.0, "metrics": {"loss": 1.0, "steps": 0.0}},
-            "no mean of loss, steps: every update counts as 0 examples",
+            "no average of loss, steps: all updates have weight 0",
         ),
     ],
 )
@@ -212,7 +212,7 @@ def test_a_fact_that_cannot_be_kept_ends_its_job_and_not_the_coordinator(stage, 
     a.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(stage.job) == "failed"
-    assert "cannot be kept" in stage.told(JobEnded)[0].reason
+    assert "cannot be encoded" in stage.told(JobEnded)[0].reason
 
 
 @contextlib.contextmanager
@@ -249,7 +249,7 @@ def test_a_log_that_cannot_be_written_ends_the_coordinator_with_a_sentence_and_a
     stage.play()
     claim = {"job": stage.job, "round": 0, "attempt": 0, "accepted": False, "code": "data", "reason": "none"}
     a.say("claim", wire.Claim(**claim))
-    with full_disk(), pytest.raises(StoreError, match="is the disk full"):
+    with full_disk(), pytest.raises(StoreError, match="check free space"):
         stage.play()
     assert a.acks == []
     stage.restart()

@@ -53,7 +53,7 @@ def test_work_for_a_job_that_nobody_here_knows_is_refused(stage):
     stage.play()
     a.answer(constant_model(), job="of-old")
     stage.play()
-    assert [(ack.accepted, ack.reason) for ack in a.acks] == [(False, "no job of-old is under way here")]
+    assert [(ack.accepted, ack.reason) for ack in a.acks] == [(False, "job of-old is not active on this coordinator")]
 
 
 def test_a_job_whose_bundle_is_gone_fails_with_the_mend(stage):
@@ -76,7 +76,7 @@ def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path):
     stage.play()
     assert stage.store.stored_status(stage.job) == "failed"
     *_, (_, _, ended) = stage.store.read_events(stage.job)
-    assert "is gone from" in ended.reason
+    assert "is missing from" in ended.reason
     broken = stage.store.add_job(settings.parse_job(TABLE), stage.folder / "broken")
     # without its network
     job_bundle.write_bundle(stage.folder / "broken", {}, {"model": tensors.encode_tensors(MODEL)})
@@ -127,7 +127,7 @@ def test_a_fleets_run_that_was_killed_does_not_keep_others_from_being_served(sta
     stage.play(5.0)
     assert [job.id for job in stage.server.active_jobs()] == [stage.job]
     assert [record.message for record in caplog.records if left in record.message] == [
-        f"{left} is a simulated fleet's, whose boards are not here: it is left to `fedquilt simulate`"
+        f"{left} needs simulated devices: only `fedquilt simulate` continues this run"
     ]
     assert stage.store.stored_status(left) == "running"
 
@@ -314,7 +314,7 @@ def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp
     said = wire.decode(told.payload, wire.RoundState)
     status, reason = {
         "bundle": ("failed", "create one with `fedquilt prepare`"),
-        "engine": ("failed", "leave the line out"),
+        "engine": ("failed", "remove the line"),
         "method": ("failed", "KeyError: 'fedavg'"),
         "stopped": ("stopped", "by request"),
     }[why]

@@ -52,14 +52,14 @@ def test_paths_are_taken_from_the_job_files_folder(tmp_path):
         ('name = "J/../x"\nmethod = "fedavg"\n', "name = "),
         ('name = "j"\nmethod = "fedavg"\n[params]\nlearning_rate = 1\n', "it has epochs"),
         ('name = "j"\nmethod = "fedavg"\n[params]\nlr = "fast"\n', "[params] of fedavg"),
-        ('name = "j"\nmethod = "fedavg"\nengine = "onnx"\n', "runs on torch or numpy"),
+        ('name = "j"\nmethod = "fedavg"\nengine = "onnx"\n', "choose torch or numpy"),
         ('name = "j"\nmethod = "fedavg"\n[cohort]\nquorum = 2.0\n', "[cohort] quorum = "),
         ('name = "j"\nmethod = "fedavg"\n[cohort]\nmin_battery = 20\n', "[cohort] min_battery = "),
         ('name = "j"\nmethod = "fedavg"\n[cohort]\nprefer = "mine"\n', "[cohort] prefer = "),
-        ('name = "j"\nmethod = "fedavg"\n[wire]\ncodec = "zip"\n', "'zip': there are raw, fp16, int8, topk"),
+        ('name = "j"\nmethod = "fedavg"\n[wire]\ncodec = "zip"\n', "'zip' is unknown: choose raw, fp16, int8, topk"),
         ('name = "j"\nmethod = "fedavg"\n[wire]\ncodec = "topk"\nkeep = 0.0\n', "[wire] keep = "),
-        ('name = "j"\nmethod = "fedstitch"\n[wire]\ncodec = "fp16"\n', "may not be rounded; leave it 'raw'"),
-        ('name = "j"\nmethod = "genefl"\n[wire]\ncodec = "int8"\n', "what genefl's devices send may not"),
+        ('name = "j"\nmethod = "fedstitch"\n[wire]\ncodec = "fp16"\n', "requires exact updates: set 'raw'"),
+        ('name = "j"\nmethod = "genefl"\n[wire]\ncodec = "int8"\n', "genefl requires exact updates"),
         ('name = "j"\nmethod = "fedavg"\n[stop]\nmax_joules = 0\n', "[stop] max_joules = "),
         ('name = "j"\nmethod = "fedavg"\n[stop]\nmax_hours = 1\n', "max_hours"),
     ],
@@ -83,7 +83,7 @@ def test_a_missing_job_file_is_named(tmp_path):
         ("fedavg", {"batch": 0}, "batch = 0: must be a whole number of at least 1"),
         ("fedprox", {"batch": 10**13}, "batch = 10000000000000: must be a whole number of at most 1000000000"),
         ("fedavg", {"lr": -1.0}, "lr = "),
-        ("fedavg", {"lr": float("nan")}, "lr: not a finite number"),
+        ("fedavg", {"lr": float("nan")}, "lr: the value is not a finite number"),
         ("fedprox", {"mu": -5.0}, "mu = "),
         ("fedstitch", {"depth": 1}, "depth = "),
     ],
@@ -101,7 +101,7 @@ def test_updates_travel_as_they_are_unless_the_job_says_else():
 
 
 def test_a_boards_settings_in_place_of_a_job_are_told(tmp_path):
-    with pytest.raises(JobError, match="these are a board's settings, and a job is wanted"):
+    with pytest.raises(JobError, match="these are an agent's settings, not a job"):
         settings.load_job(write(tmp_path, 'device = "a"\nhome = "h"\n'))
 
 
@@ -146,7 +146,7 @@ def test_what_the_file_says_holds(tmp_path):
         ('[sites.plant]\nboards = ["*-cam"]\nmost = 1', "boards"),
         (
             '[sites.plant]\nboards = ["cam-*"]\nmost = 1\n[sites.gate]\nboards = ["cam-1"]\nmost = 1',
-            "plant and gate may both speak for one board",
+            "plant and gate may submit for the same device",
         ),
     ],
 )

@@ -79,16 +79,16 @@ def table(**given: Any) -> np.ndarray:
 @pytest.mark.parametrize(
     ("spoilt", "said"),
     [
-        ({"site.0": {}}, "no table of its boards"),
-        ({"site.0": {"boards": np.zeros(3, np.float32)}}, "no table of its boards"),
+        ({"site.0": {}}, "table of devices .* is missing"),
+        ({"site.0": {"boards": np.zeros(3, np.float32)}}, "table of devices .* is missing"),
         ({"site.0": {"boards": np.zeros(3, np.uint8)}}, "cannot be read"),
         ({"site.0": {"boards": table(device="a/b")}}, "cannot be read"),
         ({"site.0": {"boards": table(device="a", weight=-1.0)}}, "cannot be read"),
         ({"site.0": {"boards": table(device="a"), "0/0/x": np.zeros(1)}}, "belongs to none"),
         ({"site.0": {"boards": table(device="a"), "1/0/x": np.zeros(1)}}, "belongs to none"),
-        ({"site.0": {"boards": table(device="a", bundles=["m", "m"])}}, "two bundles of one name"),
-        ({"site.0": {"boards": table(device="a", weight=1.0)}}, "weigh 1, in one that weighs 0"),
-        ({"site.0": {"boards": table(device="a")}, "model": {}}, "stands beside|no table"),
+        ({"site.0": {"boards": table(device="a", bundles=["m", "m"])}}, "two bundles of the same name"),
+        ({"site.0": {"boards": table(device="a", weight=1.0)}}, "add up to 1, but the site claims 0"),
+        ({"site.0": {"boards": table(device="a")}, "model": {}}, "is not allowed in|is missing"),
     ],
 )
 def test_an_update_that_is_not_what_it_says_is_refused_by_name(spoilt, said):
@@ -97,10 +97,10 @@ def test_an_update_that_is_not_what_it_says_is_refused_by_name(spoilt, said):
 
 
 def test_a_board_that_is_in_it_twice_is_named():
-    with pytest.raises(UpdateError, match="it has a twice"):
+    with pytest.raises(UpdateError, match="a occurs twice"):
         sites.parts_of_site(of([board("a", 1.0), board("a", 2.0)]))
     one, other = of([board("a", 1.0)]).bundles["site.0"], of([board("a", 2.0)]).bundles["site.0"]
-    with pytest.raises(UpdateError, match="it has a twice"):
+    with pytest.raises(UpdateError, match="a occurs twice"):
         sites.parts_of_site(DeviceUpdate("site", 4, 4.0, {}, {"site.0": one, "site.1": other}))
 
 
@@ -117,7 +117,7 @@ def test_a_board_whose_update_does_not_fit_is_named_and_nothing_of_the_site_is_f
     odd = replace(plain[1], bundles={"model": {"a": np.zeros(9, np.float32), "steps": np.array(1)}})
     with pytest.raises(UpdateError, match="b: tensor 'a' has shape"):
         above.aggregation.require_valid_update(state, of([plain[0], odd]))
-    with pytest.raises(UpdateError, match="this round takes updates alone"):
+    with pytest.raises(UpdateError, match="this job requires single updates"):
         above.aggregation.require_valid_update(state, DeviceUpdate("site", 0, 1.0, {}, {sites.AGGREGATE_BUNDLE: {}}))
 
 
@@ -148,7 +148,7 @@ def test_a_board_that_counts_through_one_site_is_refused_from_another():
     step = examined(state, update("other", "b", "c"))
     (fact,) = step.events
     assert isinstance(fact, events.UpdateRejected)
-    assert fact.reason.startswith("other: b counts in this round already, by one")
+    assert fact.reason.startswith("other: an update of b is already in this round, submitted by one")
     (fine,) = examined(state, update("other", "c")).events
     assert isinstance(fine, events.UpdateAccepted)
 
@@ -160,16 +160,16 @@ def test_a_board_that_counts_through_a_site_is_refused_by_itself_and_the_other_w
     )
     (fact,) = step.events
     assert isinstance(fact, events.UpdateRejected)
-    assert "alone counts in this round already, by one" in fact.reason
+    assert "an update of alone is already in this round, submitted by one" in fact.reason
     (fact,) = examined(running(own), update("one", "alone")).events
     assert isinstance(fact, events.UpdateRejected)
-    assert "alone counts in this round already, by itself" in fact.reason
+    assert "an update of alone is already in this round, submitted by itself" in fact.reason
 
 
 def test_a_site_does_not_speak_for_a_device_that_the_coordinator_knows():
     (fact,) = examined(running(), update("one", "alone")).events
     assert isinstance(fact, events.UpdateRejected)
-    assert "alone is a device of this coordinator, and speaks for itself" in fact.reason
+    assert "its device alone is also connected to this coordinator" in fact.reason
 
 
 def test_the_boards_of_a_lost_update_may_count_again():
@@ -182,14 +182,14 @@ def test_the_boards_of_a_lost_update_may_count_again():
 def test_a_sites_update_may_be_as_large_as_its_boards_could_send():
     known = UpdateSchema({"model": {"a": tensors.TensorSpec((1000,), np.dtype(np.float32))}})
     each = validation.max_bundle_bytes(known.bundles["model"], Encoding())
-    with pytest.raises(UpdateError, match="has no right to be one"):
+    with pytest.raises(UpdateError, match="has no site right"):
         validation.require_manifest_fits(update("one", "a"), known, Encoding())
     most = 50 * each + validation.SITE_OVERHEAD_BYTES
     validation.require_manifest_fits(update("one", "a", size=most), known, Encoding(), boards=50)
-    with pytest.raises(UpdateError, match="50 boards send"):
+    with pytest.raises(UpdateError, match="from a site with 50 devices"):
         validation.require_manifest_fits(update("one", "a", size=most + 1), known, Encoding(), boards=50)
     vast = validation.MAX_SITE_DEVICES * each + validation.SITE_OVERHEAD_BYTES + 1
-    with pytest.raises(UpdateError, match="boards send"):
+    with pytest.raises(UpdateError, match="are expected from a site"):
         validation.require_manifest_fits(update("one", "a", size=vast), known, Encoding(), boards=2**53)
 
 
@@ -222,10 +222,10 @@ def speak(site: Hand, *names: str) -> None:
     ("names", "said"),
     [
         (("cam-1", "cam-2"), ""),
-        (("cam-1", "door-1"), "plant has no right to speak for door-1"),
-        (("cam-1", "cam-2", "cam-3"), "plant speaks for 3 boards, and may speak for 2"),
-        (("a", "cam-1"), "a is a device of this coordinator, and speaks for itself"),
-        (("plant",), "plant has no right to speak for plant"),
+        (("cam-1", "door-1"), "plant has no right to submit updates of door-1"),
+        (("cam-1", "cam-2", "cam-3"), "plant submits updates of 3 devices, its site right allows 2"),
+        (("a", "cam-1"), "its device a is also connected to this coordinator"),
+        (("plant",), "plant has no right to submit updates of plant"),
     ],
 )
 def test_a_site_speaks_for_the_boards_of_its_right_alone(tmp_path, names, said):
@@ -250,7 +250,7 @@ def test_a_device_without_a_right_gets_the_task_of_a_device(tmp_path, caplog):
     made.play(6.0)  # it is asked in the next attempt
     assert set(task_of(plant).bundles) == {"state"}
     assert set(task_of(device).bundles) == set(task_of(liar).bundles) == {"model"}
-    assert "z says that it is a site, and has no right to speak for other devices" in caplog.text
+    assert "z claims to be a site but has no site right" in caplog.text
 
 
 def test_a_site_that_loses_its_right_in_a_round_is_a_device(tmp_path):
@@ -259,7 +259,7 @@ def test_a_site_that_loses_its_right_in_a_round_is_a_device(tmp_path):
     made.server._limits.sites.clear()
     speak(plant, "cam-1")
     made.play()
-    assert "it is what a site sends, and the device has no right to be one" in made.told(UpdateRejected)[0].reason
+    assert "a site's update, but the device has no site right" in made.told(UpdateRejected)[0].reason
     device.answer(constant_model(1.0))
     made.play(8.0)
     plant.tasks.clear()
@@ -293,7 +293,7 @@ def test_a_right_holds_after_a_restart(tmp_path):
     made.play()
     speak(plant, "a", "cam-1")
     made.play()
-    assert "a is a device of this coordinator" in made.told(UpdateRejected)[0].reason
+    assert "its device a is also connected to this coordinator" in made.told(UpdateRejected)[0].reason
 
 
 @pytest.mark.parametrize(("ahead", "follows"), [(3, True), (MAX_EPOCH_LEAD, True), (MAX_EPOCH_LEAD + 1, False)])

@@ -143,8 +143,8 @@ def test_a_damaged_snapshot_is_not_used_by_name_and_made_anew(run, change, caplo
     edited(run.store.home, f"update snapshots set {change}")
     assert behind(run) == run.standing.event_count
     assert [record.getMessage() for record in caplog.records] == [
-        f"the snapshot of {run.id} in {run.store.home} is not used, and its log is read from the first event: "
-        "it is not what was written"
+        f"snapshot of {run.id} in {run.store.home} ignored, and the log read from the first event: "
+        "its checksum is wrong"
     ]
     run.record(RoundClosed(3), RoundCommitted(3, state(3), False, {}))
     assert behind(run) == 0
@@ -168,7 +168,7 @@ def test_a_snapshot_beyond_its_log_is_not_used(run, caplog):
         assert (standing, upto) == (replay_events(store, run.id, run.plan), 0)
         assert (standing.event_count, standing.job_state.round) == (13, 1)
         assert store.referenced_blobs() == {state(0).sha256, *(blob_of(run.id, "a", 1))}
-    assert "the log has another fact, or none, where it ends" in caplog.text
+    assert "its last event differs from the log" in caplog.text
 
 
 def test_a_snapshot_of_other_settings_is_not_used(run, caplog):
@@ -181,19 +181,19 @@ def test_what_is_damaged_before_a_snapshot_keeps_nobody_from_going_on_and_is_fou
     with Store(run.store.home) as store:
         assert load_job_state(store, run.id, run.plan)[0] == run.standing
         assert store.find_damaged_ids() == []
-        with pytest.raises(Exception, match="fact 5, or the one before it, is not what was written"):
+        with pytest.raises(Exception, match="event 5 or the event before it does not match its checksum"):
             list(store.read_events(run.id))
     edited(run.store.home, "update facts set body = replace(body, '0.5', '0.6') where seq = 31")
     with Store(run.store.home) as store:
         assert store.find_damaged_ids() == [run.id]
-        with pytest.raises(Exception, match="fact 31, or the one before it, is not what was written"):
+        with pytest.raises(Exception, match="event 31 or the event before it does not match its checksum"):
             load_job_state(store, run.id, run.plan)
 
 
 def test_a_snapshot_that_cannot_be_written_is_done_without(run, caplog):
     run.store._db.execute("create temp trigger full before insert on snapshots begin select raise(abort, 'full'); end")
     run.record(RoundClosed(3), RoundCommitted(3, state(3), False, {}))
-    assert f"no snapshot of {run.id} is kept" in caplog.text
+    assert f"no snapshot of {run.id} is stored" in caplog.text
     assert behind(run) == 4
 
 

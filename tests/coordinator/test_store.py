@@ -65,7 +65,7 @@ def test_facts_that_are_written_together_are_there_all_at_once_or_not_at_all(tmp
         other.set_status(id, "running")
     assert [fact.round for _, _, fact in other.read_events(id) if isinstance(fact, CohortSelected)] == [0, 1, 2]
     assert [line.lower() for line in said].count("commit") == 1
-    with pytest.raises(JobError, match="cannot be kept"), store.batch_events():
+    with pytest.raises(JobError, match="cannot be encoded"), store.batch_events():
         append_and_fail(store, id)
     assert len(list(other.read_events(id))) == 3
     store.append_event(id, JobEnded("done"))
@@ -113,7 +113,7 @@ def test_an_unknown_run_names_those_there_are(tmp_path, opened):
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "home").write_text("")
-    with pytest.raises(StoreError, match="cannot use the store"):
+    with pytest.raises(StoreError, match="cannot be used"):
         Store(tmp_path / "home")
 
 
@@ -170,7 +170,7 @@ def test_a_home_of_another_version_is_refused_with_the_mend(tmp_path, opened, mo
     opened()._db.execute(f"pragma user_version = {version}")
     connect, made = sqlite3.connect, []
     monkeypatch.setattr(sqlite3, "connect", lambda *given, **named: made.append(connect(*given, **named)) or made[-1])
-    with pytest.raises(StoreError, match=rf"tables of version {version}, .* use the fedquilt that wrote it"):
+    with pytest.raises(StoreError, match=rf"tables of version {version}, .* use the fedquilt version that wrote"):
         Store(tmp_path)
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
         made[0].execute("select 1")
@@ -285,7 +285,7 @@ def test_facts_come_piece_by_piece(home):
             db.execute("delete from facts where seq = ?", (seq,))
         db.close()
         list(reader.read_events(id, 0, 4))
-        with pytest.raises(Exception, match="last facts are missing"):
+        with pytest.raises(Exception, match="last events are missing"):
             list(reader.read_events(id, seq - 3, 4))
 
 
@@ -303,7 +303,7 @@ def test_a_home_of_another_version_is_not_read(home):
     with sqlite3.connect(home / "fedquilt.db") as db:
         db.execute("pragma user_version = 1")
     db.close()
-    with pytest.raises(StoreError, match=r"tables of version 1, .* use the fedquilt that wrote it"):
+    with pytest.raises(StoreError, match=r"tables of version 1, .* use the fedquilt version that wrote"):
         StoreReader(home)
     (home / "fedquilt.db").unlink()
     with pytest.raises(StoreError):

@@ -33,7 +33,7 @@ def test_a_row_of_another_version_is_named_and_hides_no_other(tmp_path, opened):
     run, other = store.add_job(JOB, tmp_path), store.add_job(JOB, tmp_path)
     with store.open_transaction():
         store._rows.update_job(run, settings="{}")
-    with pytest.raises(StoreError, match=f"{run} was made by another version"):
+    with pytest.raises(StoreError, match=f"{run} was written by another version"):
         store.find_job(run)
     assert [row.id for row in store.readable_jobs()] == [other]
     assert store.find_job("digits").id == other
@@ -42,7 +42,7 @@ def test_a_row_of_another_version_is_named_and_hides_no_other(tmp_path, opened):
     assert isinstance(fine, StoredJob)
     rows = [event_messages.summarise_run(row, store) for row in store.all_jobs()]
     assert [row["problem"] is None for row in rows] == [False, True]
-    assert f"{run} was made by another version" in event_messages.format_runs(rows)[2]
+    assert f"{run} was written by another version" in event_messages.format_runs(rows)[2]
 
 
 BLOB = BlobRef(sha256="a" * 64, size=3)
@@ -51,11 +51,14 @@ BLOB = BlobRef(sha256="a" * 64, size=3)
 @pytest.mark.parametrize(
     ("fact", "said"),
     [
-        (RoundCommitted(0, BLOB, False, {"loss": math.inf}), "cannot be kept: .*float"),
-        (RoundCommitted(0, BLOB, False, {}, (), math.nan), "cannot be kept: .*float"),
-        (EligibilityRecorded(0, (), {}, {"a": math.inf}), "cannot be kept: .*float"),
-        (CohortSelected(0, 0, ("a",), {}, math.inf), "holds a number that is not finite"),  # it would come back as None
-        (JobEnded("failed", "no file \udcff"), "cannot be kept: .*surrogates"),
+        (RoundCommitted(0, BLOB, False, {"loss": math.inf}), "cannot be encoded: .*float"),
+        (RoundCommitted(0, BLOB, False, {}, (), math.nan), "cannot be encoded: .*float"),
+        (EligibilityRecorded(0, (), {}, {"a": math.inf}), "cannot be encoded: .*float"),
+        (
+            CohortSelected(0, 0, ("a",), {}, math.inf),
+            "contains a number that is not finite",
+        ),  # it would come back as None
+        (JobEnded("failed", "no file \udcff"), "cannot be encoded: .*surrogates"),
     ],
 )
 def test_what_could_not_be_read_back_is_never_written(tmp_path, opened, fact, said):
@@ -113,7 +116,9 @@ def test_a_changed_fact_is_found_and_hides_its_run_alone(tmp_path, opened):
     flipped(tmp_path, f"reason of {runs[1]}".encode())
     store = opened()
     assert [len(list(store.read_events(run))) for run in (runs[0], runs[2])] == [2, 2]
-    with pytest.raises(DamagedRunError, match=rf"the log of {runs[1]} in .* is damaged: fact 4, .* put back a copy"):
+    with pytest.raises(
+        DamagedRunError, match=rf"the event log of {runs[1]} in .* is damaged: event 4 .* Restore a backup"
+    ):
         list(store.read_events(runs[1]))
     assert [event_messages.summarise_run(row, store)["problem"] is None for row in store.all_jobs()] == [
         True,
@@ -128,12 +133,12 @@ def test_a_changed_fact_is_found_and_hides_its_run_alone(tmp_path, opened):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("delete from facts where seq = 3", "fact 4, or the one before it"),
-        ("delete from facts where seq = 4", "its last facts are missing"),
-        ("update facts set seq = 100 where seq = 3", "fact 4, or the one before it"),
-        ("update facts set at = at + 1 where seq = 4", "fact 4, or the one before it"),
-        ("insert into facts (job, at, body, sum) select job, at, body, sum from facts where seq = 4", "fact 7"),
-        ("update facts set job = (select job from facts where seq = 1) where seq = 4", "its last facts are missing"),
+        ("delete from facts where seq = 3", "event 4 or the event before it"),
+        ("delete from facts where seq = 4", "its last events are missing"),
+        ("update facts set seq = 100 where seq = 3", "event 4 or the event before it"),
+        ("update facts set at = at + 1 where seq = 4", "event 4 or the event before it"),
+        ("insert into facts (job, at, body, sum) select job, at, body, sum from facts where seq = 4", "event 7"),
+        ("update facts set job = (select job from facts where seq = 1) where seq = 4", "its last events are missing"),
     ],
 )
 def test_a_lost_moved_or_added_fact_is_found(tmp_path, opened, change, said):
@@ -153,7 +158,7 @@ def test_a_checksum_that_is_none_any_more_is_found(tmp_path, opened, value):
     store = opened()
     store._db.execute(f"update facts set sum = {value} where seq = 3")
     for after, seq in ((0, 3), (3, 4)):
-        with pytest.raises(DamagedRunError, match=f"fact {seq}, or the one before it"):
+        with pytest.raises(DamagedRunError, match=f"event {seq} or the event before it"):
             list(store.read_events(runs[1], after=after))
     assert len(list(store.read_events(runs[2]))) == 2
 
@@ -166,7 +171,7 @@ def test_a_changed_row_of_a_run_is_named_and_hides_no_other(tmp_path, opened, te
     store._db.execute(f"update jobs set {column} = {column} || 'x' where id = ?", (runs[1],))
     found = store.all_jobs()
     assert [isinstance(row, StoredJob) for row in found] == [True, False, True]
-    assert "its row in the list of jobs is not what was written" in found[1].reason
+    assert "its row in the table of jobs does not match its checksum" in found[1].reason
     if column != "id":
         with pytest.raises(StoreError, match="is damaged"):
             store.set_status(runs[1], "running")
@@ -222,7 +227,7 @@ def test_a_database_that_is_damaged_as_a_whole_is_read_and_never_written(tmp_pat
     assert re.fullmatch(r"[^*\n]{5,400}", store.damage), store.damage  # one sentence of SQLite's many lines
     assert [len(list(store.read_events(run))) for run in runs] == [2, 2, 2]
     for write in (lambda: store.set_status(runs[0], "done"), store.acquire_lock, store.begin_epoch):
-        with pytest.raises(StoreError, match=r"fedquilt.db is damaged .* put back a copy of the whole home"):
+        with pytest.raises(StoreError, match=r"fedquilt.db is damaged .* restore a backup of the whole home"):
             write()
 
 
@@ -232,5 +237,5 @@ def test_a_database_that_cannot_be_opened_is_told_to_be_damaged(tmp_path, opened
     path = tmp_path / "fedquilt.db"
     payload = path.read_bytes()
     path.write_bytes(payload[: len(payload) // 3] if damage == "cut" else b"x" * len(payload))
-    with pytest.raises(StoreError, match=r"fedquilt.db is damaged \(.*put back a copy of the whole home$"):
+    with pytest.raises(StoreError, match=r"fedquilt.db is damaged \(.*restore a backup of the whole home$"):
         opened()

@@ -36,7 +36,7 @@ def test_it_fires_once_enough_boards_have_drifted():
     calm = [0.0] * 6
     assert trigger_reason(job(), boards(*calm, 0.5, 0.1), 0.0) == ""
     assert trigger_reason(job(), boards(*calm, 0.5, 0.31), 0.0) == (
-        "[trigger]: 2 of 8 boards that tell are beyond drift 0.3: b6 (drift 0.50), b7 (drift 0.31)"
+        "[trigger]: 2 of 8 reporting devices have drift above 0.3: b6 (drift 0.50), b7 (drift 0.31)"
     )
     assert trigger_reason(job(), boards(*calm, 0.5, 0.3), 0.0) == ""  # above, not at
     assert trigger_reason(job(drift_above=0.6), boards(*calm, 0.5, 0.5), 0.0) == ""
@@ -53,7 +53,7 @@ def test_one_board_that_tells_is_enough_if_it_is_the_only_one_and_none_is_never(
 def test_accuracy_counts_where_the_job_says_so():
     told = boards(0.0, None, accuracy=0.7)
     assert trigger_reason(job(), told, 0.0) == ""
-    assert "beyond drift 0.3 or accuracy 0.8: b0 (drift 0.00, accuracy 0.70)" in trigger_reason(
+    assert "drift above 0.3 or accuracy below 0.8: b0 (drift 0.00, accuracy 0.70)" in trigger_reason(
         job(accuracy_below=0.8), told, 0.0
     )
 
@@ -68,8 +68,8 @@ def test_it_pauses_between_two_starts():
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"boards": "0%"}, r"\[trigger\] boards = .0%.: a share of boards is above 0 % and at most 100 %"),
-        ({"boards": "150%"}, r"above 0 % and at most 100 %"),
+        ({"boards": "0%"}, r"\[trigger\] boards = .0%.: set a share above 0 % and up to 100 %"),
+        ({"boards": "150%"}, r"above 0 % and up to 100 %"),
         ({"boards": "25"}, r"boards"),
         ({"pause": "12"}, r"\[trigger\] pause = '12' is not a time: write a number with ms, s, min, m, h, d or w"),
         ({"drift_above": 1.0}, r"drift_above"),
@@ -123,9 +123,9 @@ def test_a_job_is_started_by_drift_and_carried_out(stage):
         hand.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(started.id) == "done"
-    why = "[trigger]: 1 of 1 boards that tell are beyond drift 0.3: a (drift 0.70)"
+    why = "[trigger]: 1 of 1 reporting devices have drift above 0.3: a (drift 0.70)"
     assert reasons(stage, started.id) == [why]
-    assert reasons(stage, stage.job) == [f"{started.id} is started: {why}"]
+    assert reasons(stage, stage.job) == [f"started {started.id}: {why}"]
     assert summarise_events(started.job, stage.store.read_events(started.id)).state.phase == "done"
     stage.play(10.0)
     assert others(stage) == [stage.store.find_job(started.id)]  # it pauses, though the drift is there
@@ -159,12 +159,12 @@ def test_an_owner_approves_what_a_trigger_has_started(tmp_path):
         f"its owner: `fedquilt resume {started.id} --home {stage.store.home}`",
     )
     assert any("waits for its owner" in line for line in event_messages.format_runs([row], 200))
-    assert "begins" in run_control.approve_run(stage.store, started.id)
+    assert "starts" in run_control.approve_run(stage.store, started.id)
     stage.play()
     assert a.tasks[-1] is not None
     assert [(row.id, row.status) for row in others(stage)] == [(started.id, "running")]
     assert reasons(stage, started.id)[-1].startswith("approved by ")
-    with pytest.raises(JobError, match="is running: only a run that is waiting for approval can be approved"):
+    with pytest.raises(JobError, match="is running: only runs with status waiting for approval can be approved"):
         run_control.approve_run(stage.store, started.id)
 
 
@@ -202,5 +202,5 @@ def test_ls_says_what_an_armed_job_waits_for(stage):
     noted.close()
     row = stage.store.find_job(stage.job)
     told = wait_reasons.describe_wait(row, stage.store)
-    assert told == "drift 0.3: 1 of 3 boards that tell are beyond, at least 2 needed"
+    assert told == "drift above 0.3: 1 of 3 reporting devices, at least 2 needed"
     assert run_control.describe_trigger_wait(row.job, [], now, now - HOUR) == "the end of its pause, in 11 h"

@@ -83,7 +83,7 @@ def test_a_state_that_can_never_be_read_fails_its_job_by_name_and_no_other(tmp_p
         "fedquilt backup restore",
     ):
         assert said in ended.reason
-    assert caplog.text.count("is taken up again in 30 s") == TRIES - 1
+    assert caplog.text.count("is tried again in 30 s") == TRIES - 1
     assert (tmp_path / "home" / "blobs" / sha256).exists()
 
 
@@ -192,7 +192,7 @@ def test_an_update_that_cannot_be_read_when_it_has_come_is_taken_when_it_is_offe
     hand.answer(constant_model())
     stage.play()
     assert not stage.told(UpdateAccepted)
-    assert "a's update could not be read" in caplog.text
+    assert "update of a could not be read" in caplog.text
     hand.answer(constant_model())
     stage.play()
     assert not stage.told(UpdateRejected)

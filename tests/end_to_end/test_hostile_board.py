@@ -46,5 +46,5 @@ def test_a_hostile_board_changes_no_bit_of_the_result_and_is_named(
     lines = [line for line in log.splitlines() if LIAR in line]
     for attack, (_, said) in ATTACKS.items():
         assert any(re.search(said, line) for line in lines), (attack, lines)
-    for said in ("unsigned: ", "replayed: ", "it names another device"):
+    for said in ("unsigned: ", "replayed: ", "the message names another device"):
         assert any("up/update" in line and said in line for line in lines), (said, lines)

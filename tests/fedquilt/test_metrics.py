@@ -50,7 +50,7 @@ def test_a_metric_of_fewer_than_most_devices_is_none_of_the_round():
 def test_a_device_whose_loss_is_far_from_the_others_is_named():
     updates = [update(name, of_classes(0.5, loss=loss)) for name, loss in (("a", 0.4), ("b", 0.5), ("c", 1e9))]
     assert updates_metrics.explain_evaluation(updates) == [
-        "the evaluation's loss is 1e+09 on c, and 0.5 on half of the devices at most"
+        "evaluation of c: the loss is 1e+09, and the median of all devices is 0.5"
     ]
 
 
@@ -59,7 +59,7 @@ def test_a_device_of_another_network_does_not_count_and_is_named():
     sums = updates_metrics.aggregate_evaluations(updates)
     assert sums == total(of_classes(0.5), of_classes(0.7))
     assert updates_metrics.explain_evaluation(updates) == [
-        "the evaluation of c does not count: its network has 1 outputs, those of most have others"
+        "evaluation of c ignored: its network has 1 outputs, unlike most devices' networks"
     ]
 
 
@@ -129,14 +129,14 @@ def test_a_task_in_one_table_holds_for_the_other():
             {"model": {**MODEL, "task": "ranking"}},
             "task = 'ranking' is unknown: write one of classes, regression, labels",
         ),
-        ({"model": {**MODEL, "classes": 2}}, "outputs and classes: both count"),
+        ({"model": {**MODEL, "classes": 2}}, "outputs and classes have the same meaning"),
         (
             {"model": {**MODEL, "task": "regression"}, "method": "genefl"},
-            "task = 'regression': genefl works with 'classes' only",
+            "task = 'regression' is not supported by genefl, which needs 'classes'",
         ),
         (
             {"model": {**MODEL, "task": "labels"}, "method": "depthfl"},
-            "task = 'labels': depthfl works with 'classes' only",
+            "task = 'labels' is not supported by depthfl, which needs 'classes'",
         ),
     ],
 )

@@ -108,8 +108,8 @@ def test_no_prior_is_used_where_the_devices_classes_are_the_fleets_or_too_few_ex
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": {"name": "mlp", "task": "regression"}}, "prior = \"auto\": task = 'regression' has no classes"),
-        ({"model": {"name": "mlp", "task": "labels"}}, "prior = \"auto\": task = 'labels' has no classes"),
+        ({"model": {"name": "mlp", "task": "regression"}}, "prior = \"auto\" needs classes, but task = 'regression'"),
+        ({"model": {"name": "mlp", "task": "labels"}}, "prior = \"auto\" needs classes, but task = 'labels'"),
         ({"personal": {"prior": "on"}}, "prior"),
         ({"personal": {"priors": "auto"}}, "priors"),
     ],

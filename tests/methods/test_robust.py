@@ -180,9 +180,9 @@ def test_only_so_many_updates_are_held_whatever_the_order_they_come_in():
 @pytest.mark.parametrize(
     ("cohort", "message"),
     [
-        ({"size": 4}, r"\[cohort\] size = 4: with its \[params\] robust needs 7 updates or more"),
-        ({}, r"a round may close with 1 update, and .* needs 7 or more: set min_devices = 7"),
-        ({"size": 10, "quorum": 0.5}, "may close with 5 updates"),
+        ({"size": 4}, r"\[cohort\] size = 4 is too small: with its \[params\] robust needs at least 7 updates"),
+        ({}, r"allows rounds with 1 update, but .* needs at least 7: set min_devices = 7"),
+        ({"size": 10, "quorum": 0.5}, "allows rounds with 5 updates"),
         ({"size": 10, "quorum": 0.5, "min_devices": 7}, ""),
         ({"size": 7}, ""),
         ({"min_devices": 7}, ""),

@@ -140,7 +140,7 @@ def test_only_torch_does_the_tasks_of_such_a_job() -> None:
     assert settings.list_engines(job_of("fedavg", schedule="cosine", optimizer="adam"), method) == ("torch", "numpy")
     for option in ("loss", "adamw", "torch", "steps", "augment", "accumulate", "ema"):
         assert settings.list_engines(job_of("fedavg", **OPTIONS[option]), method) == ("torch",), option
-    with pytest.raises(JobError, match=r'engine = "numpy": it cannot train with ema = 0\.9; leave the line out'):
+    with pytest.raises(JobError, match=r'engine = "numpy" does not support ema = 0\.9: remove the line'):
         settings.parse_job({"name": "j", "method": "fedavg", "engine": "numpy", "params": {"ema": 0.9}})
 
 

@@ -42,7 +42,7 @@ def test_a_home_that_is_put_back_three_rounds_later_gives_the_same_result(tmp_pa
     assert ended(federation) == "done: "
     assert federation.states() == calm["fedavg"]
     assert federation.notes() == []
-    assert "whose log here is at round 4: this home is an older copy" in caplog.text
+    assert "but the event log is at round 4: this home is an older copy" in caplog.text
 
 
 def test_private_state_of_rounds_that_a_home_does_not_know_begins_anew_where_the_method_allows(tmp_path, calm):

@@ -102,7 +102,7 @@ def test_a_site_evaluates_and_its_boards_pack_what_they_send(tmp_path: Path, cod
 def test_a_job_of_a_sites_own_is_refused_with_the_place_where_it_belongs() -> None:
     job = settings.parse_job({"name": "own", "method": "fedavg"})
     below = sites.adapt_for_parent(methods.load("fedavg"), job, {})
-    with pytest.raises(JobError, match="submit own to the coordinator above"):
+    with pytest.raises(JobError, match="submit own to the parent coordinator"):
         below.send(sites.SiteJobState(sites.NO_STATE), DeviceView("a", None))
 
 

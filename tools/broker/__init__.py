@@ -83,9 +83,8 @@ class EmbeddedBroker:
             self._thread.join()
             self._thread = None
             problem = describe_listen_error(failures[0])
-            raise LinkError(
-                f"cannot listen on {self.host}:{self.port} ({problem}): choose another port, or stop the program that uses it"
-            )
+            fix = "choose another port, or stop the program that uses it"
+            raise LinkError(f"cannot listen on {self.host}:{self.port} ({problem}): {fix}")
         return self
 
     def stop(self) -> None:

@@ -75,7 +75,7 @@ def test_the_table_fits_eighty_columns_and_has_everything(home):
         "pi-01    idle     60 s     -   -          -",
         "  Raspberry Pi 5, clock right; site=hall",
         "pi-02    offline  25 h     -   -          -",
-        "  has not said what it is, last heard 25 h ago",
+        "  unknown hardware, last message 25 h ago",
         f"  refused digits, round 4, 25 h ago (memory): the task ...{' x' * 11}",
     ]
 
@@ -91,7 +91,7 @@ def test_a_silent_board_says_since_when_and_is_a_state_of_its_own(home):
     assert told[0] == "3 devices: 1 online, 0 of them working; 1 offline, 1 silent"
     assert told[3].startswith("orin-07  silent   12 min")
     assert told[4] == f"  NVIDIA Jetson Orin Nano, mode 25W, agent 0.1.0, silent since {at}; site=lab …"
-    assert told[6] == "  Raspberry Pi 5, clock right, last heard 40 s ago; site=hall"
+    assert told[6] == "  Raspberry Pi 5, clock right, last message 40 s ago; site=hall"
     assert [
         [each.board.device for each in devices.filter_devices(found, (), state)] for state in ("silent", "offline")
     ] == [["orin-07"], ["pi-02"]]
@@ -133,7 +133,7 @@ def test_memory_is_in_the_budgets_unit_and_no_power_of_ten(task, budget, told):
 
 def test_without_a_coordinator_that_is_said(home):
     assert (
-        "no coordinator serves this home"
+        "no coordinator is running for this home"
         in devices.format_devices(devices.load_devices(home, NOW), NOW, is_served=False)[1]
     )
 

@@ -91,7 +91,7 @@ def test_a_wait_for_devices_at_work_is_told_later():
 def test_the_loss_of_the_broker_and_its_return_are_told_once():
     contact = ConnectionReporter()
     told = [contact.line_due(*now) for now in ((True, 1), (True, 1), (False, 1), (False, 1), (True, 2), (True, 3))]
-    lost, again = ("lost the connection to the broker; trying to connect until it is back", "reconnected to the broker")
+    lost, again = ("lost the connection to the broker: trying to reconnect", "reconnected to the broker")
     assert told == [None, None, lost, None, again, again]
     daemon = ConnectionReporter()
     assert [daemon.line_due(*now) for now in ((False, 0), (True, 1), (True, 1))] == [
@@ -130,7 +130,7 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys)
         console.report_connection(link)
         console.report_waits(Server())
     told = capsys.readouterr().out
-    assert "waiting for its broker, which cannot be reached" in told
+    assert "waiting for its broker, which is unreachable" in told
     assert "fedquilt doctor" in told
     assert "start more" not in told
 
@@ -148,9 +148,9 @@ def test_devices_without_a_plug_in_are_named_with_the_fix_and_nobody_is_told_to_
         wait = wait_reasons.find_wait(state, ["torch"], online)
         assert wait.kind == "plugins"
         assert wait.text == (
-            "devices that run torch: 1 online, at least 2 needed; not b, which has no package mine-fl, of which the "
-            "job needs 1.0 aaaa: install it there, and allow it in agent.toml; not c, which has package mine-fl 1.1 "
-            "bbbb, and the job needs 1.0 aaaa: install the same content there"
+            "devices that run torch: 1 online, at least 2 needed; not b, which lacks package mine-fl 1.0 "
+            "aaaa: install it on the device, and allow it in agent.toml; not c, which has package mine-fl 1.1 "
+            "bbbb, and the job needs 1.0 aaaa: install that version on the device"
         )
     few = apply_event(begun(CohortSettings(size=4, min_devices=4)), EligibilityRecorded(0, ("a",), codes), 1.0)
     assert wait_reasons.find_wait(few, ["torch"], ["a"]).kind == "boards"  # a fourth device is needed as well
@@ -177,8 +177,8 @@ def test_a_device_that_was_asked_and_has_gone_is_named():
         return None if wait is None else wait.text
 
     assert told("") == "a, b, c, d, e and 2 more, offline"
-    assert told("f", "efg") == "a, b, c, d, offline; e, f, g, at other jobs' tasks"
-    assert told("df", "efg") == "a, b, c, offline; e, f, g, at other jobs' tasks"
+    assert told("f", "efg") == "a, b, c, d, offline; e, f, g, working for other jobs"
+    assert told("df", "efg") == "a, b, c, offline; e, f, g, working for other jobs"
     assert told("abcdefg") is None
 
 
@@ -196,7 +196,7 @@ def test_a_device_that_a_round_waits_for_is_named_with_since_when_and_until_when
     assert told(online=False, since=NOW - 45.0) == (f"d3, offline since {at}, until {until} (512 s)", "lost")
     assert told(silent=True, since=NOW - 45.0) == (f"d3, silent since {at}, until {until} (512 s)", "lost")
     quiet = told(online=True, quiet=True, seen=NOW - 40.0)
-    assert quiet == (f"d3, last heard 40 s ago, until {until} (512 s)", "lost")
+    assert quiet == (f"d3, last message 40 s ago, until {until} (512 s)", "lost")
     assert told(online=True) == (f"d3, at work for 88 s, until {until} (512 s)", "working")
 
 
@@ -260,24 +260,24 @@ def test_progress_counts_rounds_of_work_alone():
         (
             [answer("a"), TaskDeclined(0, "b", "data", "none"), TaskDeclined(0, "c", "memory", "too big")],
             1,
-            "no quorum, and no other board to ask (1 update, b, c declined); starting another attempt",
+            "no quorum, and no other device can be selected (1 update, b, c declined); starting another attempt",
         ),
         (
             [TaskDeclined(0, "b", "data", "none"), UpdateRejected(0, "c", "NaN")],
             1,
-            "no quorum by the deadline (0 updates, what c sent was refused, b declined, nothing from a); "
+            "no quorum by the deadline (0 updates, update of c rejected, b declined, nothing from a); "
             "starting another attempt",
         ),
         (
             [TaskDeclined(0, "a", "none", "nothing"), answer("b"), answer("c")],
             1,
-            "no quorum, and no other board to ask (2 updates, nothing to do for a); starting another attempt",
+            "no quorum, and no other device can be selected (2 updates, no task for a); starting another attempt",
         ),
         (
             [],
             0,
-            "no quorum by the deadline (0 updates, nothing from a, b, c); beginning the attempt anew, as boards that "
-            "it needs are away or at other jobs' tasks",
+            "no quorum by the deadline (0 updates, nothing from a, b, c); repeating the attempt, as devices are "
+            "offline or working for other jobs",
         ),
     ],
 )

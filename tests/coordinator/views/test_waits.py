@@ -65,7 +65,7 @@ def test_a_coordinator_without_its_broker_is_what_runs_wait_for(home, capsys, mo
             executor.send_pending(now[0])
             now[0] += 720.0
             told = [said(capsys, *words, "--home", str(home)) for words in (["ls"], ["why", "j"], ["devices"])]
-            assert [("its broker, which it has not reached for 12 min" in " ".join(each.split())) for each in told] == [
+            assert [("its broker, unreachable for 12 min" in " ".join(each.split())) for each in told] == [
                 not connected
             ] * 3
     noted.close()
@@ -112,7 +112,7 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
         assert main([*words, "--home", home]) == 0
         told = " ".join(capsys.readouterr().out.split())
         assert f"{held.job} waits for the disk since {time.strftime('%Y-%m-%d')}" in told
-        assert "and is tried again at" in told
+        assert "with the next try at" in told
         assert f"the bundle of {held.job} cannot be read" in told
         assert ("held 0/" in told) == (words == ["ls"])
     hold = held.store.suspensions.current_suspension(held.job)
@@ -172,7 +172,7 @@ def begun(cohort: CohortSettings) -> JobState:
 
 def test_a_round_that_could_begin_without_other_runs_says_what_its_boards_are_busy_with():
     state, busy = begun(CohortSettings(min_devices=2)), {"a": "digits-2", "b": "digits-3", "c": "digits-2"}
-    told = "it goes on when they are free: a, c at a task of digits-2; b at a task of digits-3"
+    told = "continues when they are free: a, c working for digits-2; b working for digits-3"
     assert wait_reasons.describe_busy_devices(state, "abc", busy) == told
     assert wait_reasons.describe_busy_devices(state, "abcd", busy) == told
     assert wait_reasons.describe_busy_devices(state, "a", busy) is None
@@ -185,7 +185,7 @@ def test_a_round_whose_boards_have_all_gone_to_other_runs_says_to_which():
     state = apply_event(begun(CohortSettings()), CohortSelected(0, 0, ("a", "b")), 1.0)
     assert (
         wait_reasons.describe_busy_devices(state, "ab", dict.fromkeys("ab", "k-1"))
-        == "it goes on when they are free: a, b at a task of k-1"
+        == "continues when they are free: a, b working for k-1"
     )
     assert wait_reasons.describe_busy_devices(state, "b", {"b": "k-1"}) is None
     for device in "ab":
@@ -218,8 +218,8 @@ def test_a_coordinator_whose_boards_are_all_busy_does_not_ask_for_more(two_jobs,
     console.report_waits(stage.server)
     console.report_waits(stage.server)
     told = " ".join(capsys.readouterr().out.split())
-    assert f"{second}: waiting for devices that run torch or numpy: 2 online, 2 of them at other jobs' tasks" in told
-    assert f"it goes on when they are free: {a.name}, {b.name} at a task of {first}" in told
+    assert f"{second}: waiting for devices that run torch or numpy: 2 online, 2 of them working for other jobs" in told
+    assert f"continues when they are free: {a.name}, {b.name} working for {first}" in told
     assert "start more" not in told
 
 
@@ -241,7 +241,7 @@ def test_a_followed_run_whose_devices_are_all_at_other_jobs_does_not_ask_for_mor
     monkeypatch.setattr(terminal.time, "sleep", wait)
     terminal.print_log(store, run, follow=True)
     told = " ".join(capsys.readouterr().out.split())
-    assert "waiting for devices that run torch or numpy: 2 online, 2 of them at other jobs' tasks" in told
+    assert "waiting for devices that run torch or numpy: 2 online, 2 of them working for other jobs" in told
 
 
 def test_a_log_that_is_not_followed_has_no_live_block(opened, monkeypatch):

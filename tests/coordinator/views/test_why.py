@@ -125,7 +125,7 @@ def test_who_was_silent_in_an_attempt_is_behind_all_others_in_the_next_one():
     assert not first & second
     told = round_outcomes.outcomes_by_round(facts, PLAN)[0]
     assert {told[device].text for device in first} == {
-        "selected; no update by the deadline: another attempt at the round asks it last"
+        "selected; no update by the deadline: selected last in the next attempt"
     }
     rest = set("abcdef") - first - second
     assert sorted((told[device].position, told[device].eligible_count) for device in rest) == [(3, 6), (4, 6)]
@@ -157,7 +157,7 @@ def test_a_device_that_was_silent_through_an_attempt_says_so():
     facts = [JobStarted(BLOB), EligibilityRecorded(0, ("a",)), CohortSelected(0, 0, ("a",)), RoundRetried(0, 1)]
     assert (
         round_outcomes.outcomes_by_round(facts, PLAN)[0]["a"].text
-        == "selected; no update by the deadline: another attempt at the round asks it last"
+        == "selected; no update by the deadline: selected last in the next attempt"
     )
     again = [*facts, CohortSelected(0, 1, ("a",)), UpdateAccepted(0, update("a"))]
     assert round_outcomes.outcomes_by_round(again, PLAN)[0]["a"].code == "answered"
@@ -221,7 +221,10 @@ def test_what_became_of_a_round_outlives_a_resumption():
 
 def test_a_round_that_cannot_begin_tells_why_too():
     facts = [JobStarted(BLOB), EligibilityRecorded(0, (), {"hot": ("a", "b")})]
-    assert round_outcomes.format_outcomes(told(facts)) == ["round 1:", "  hotter than [cohort] max_temperature_c: a, b"]
+    assert round_outcomes.format_outcomes(told(facts)) == [
+        "round 1:",
+        "  is hotter than [cohort] max_temperature_c: a, b",
+    ]
 
 
 def test_a_log_from_before_there_were_surveys_tells_what_it_can():
@@ -259,10 +262,10 @@ def test_lines_are_for_people_and_ask_for_what_there_is():
     assert round_outcomes.format_outcomes(found, round=2) == [
         "round 2:",
         "  update received: a, b",
-        "  its battery is below [cohort] min_battery, and not charging: c",
+        "  has less battery charge than [cohort] min_battery, and is not charging: c",
     ]
     assert round_outcomes.format_outcomes(found, device="a") == ["rounds 1 to 2: update received"]
-    with pytest.raises(JobError, match="rounds so far: 1 to 2"):
+    with pytest.raises(JobError, match="choose from 1 to 2"):
         round_outcomes.format_outcomes(found, round=9)
     with pytest.raises(JobError, match="it knows a, b, c"):
         round_outcomes.format_outcomes(found, device="z")
@@ -296,9 +299,9 @@ def test_boards_that_flood_are_online_in_what_a_run_waits_for(tmp_path):
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        (("waiting", "working", "asked"), "others are read, and more do not fit"),
-        (("waiting", "sending", "waiting"), "1 other is being sent or read, and more do not fit"),
-        (("waiting", "sending", "sending"), "2 others are being sent or read, and more do not fit"),
+        (("waiting", "working", "asked"), "others are being validated, and there is no room"),
+        (("waiting", "sending", "waiting"), "1 other is in transfer or being validated, and there is no room"),
+        (("waiting", "sending", "sending"), "2 others are in transfer or being validated, and there is no room"),
     ],
 )
 def test_a_board_that_waits_for_its_turn_says_whose_update_goes_before(tmp_path, steps, said):

@@ -81,7 +81,7 @@ def test_a_replaced_method_keeps_the_parameters_that_it_has():
         (lambda: fq.Fleet(4, devices=5), r"\[fleet\]: devices is given twice, 4 by position and 5 by name"),
         (lambda: fq.Data(), r"\[data\]: one of path, sources and dataset is required, not none"),
         (lambda: job(data={"path": "x", "alpa": 1}), r"\[data\]: there is no key 'alpa'.*did you mean 'alpha'\?"),
-        (lambda: job(wire={"codec": "zip"}), r"\[wire\] codec = 'zip': there are raw"),
+        (lambda: job(wire={"codec": "zip"}), r"\[wire\] codec = 'zip' is unknown: choose raw"),
         (lambda: job(test={"path": "x", "splitt": "y"}), r"\[test\]: there is no key 'splitt'"),
     ],
 )

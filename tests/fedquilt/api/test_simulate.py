@@ -144,7 +144,9 @@ def test_a_run_without_a_coordinator_is_not_followed_for_ever(job, tmp_path, mon
     run, rows, slept = fq.Run.open(tmp_path, "job"), list[Mapping[str, Any]](), list[float]()
     clock = [0.0]  # instead of the module `time`, which threads of other tests share
     monkeypatch.setattr(runs, "time", types.SimpleNamespace(sleep=slept.append, monotonic=lambda: clock[0]))
-    with pytest.raises(JobError, match=r"no coordinator serves .*: `fedquilt\.simulate`, or .* with this job and home"):
+    with pytest.raises(
+        JobError, match=r"no coordinator is running for .*: `fedquilt\.simulate`, or .* with this job and home"
+    ):
         rows.extend(run.follow())
     assert (rows, slept) == ([*run.rounds()], [])
     serving = Store(tmp_path)
@@ -156,7 +158,7 @@ def test_a_run_without_a_coordinator_is_not_followed_for_ever(job, tmp_path, mon
         serving.close()
 
     monkeypatch.setattr(runs.time, "sleep", advance)
-    with pytest.raises(JobError, match="no coordinator serves"):
+    with pytest.raises(JobError, match="no coordinator is running for"):
         list(run.follow())
     assert 4 * len(slept) == MAX_COORDINATOR_GAP_S
 
@@ -165,7 +167,7 @@ def test_the_command_does_not_resume_what_python_began(job, home, capsys):
     with pytest.raises(KeyboardInterrupt):
         fq.simulate(job, home=home, on_round=break_off)
     assert main(["resume", "job", "--home", str(home)]) == 2
-    how = "`fedquilt.simulate`, or `fedquilt simulate JOB --engine ENGINE`, with this job and home goes on with job"
+    how = "`fedquilt.simulate`, or `fedquilt simulate JOB --engine ENGINE`, with this job and home continues job"
     assert how in capsys.readouterr().err
 
 

@@ -111,7 +111,7 @@ def test_why_tells_of_all_or_of_one_round_or_device_for_people_and_programs(tmp_
             store.append_event(run, fact)
     home = ["--home", str(tmp_path)]
     assert main(["why", run, *home]) == 0
-    assert capsys.readouterr().out == "round 1:\n  selected: a\n  hotter than [cohort] max_temperature_c: b\n"
+    assert capsys.readouterr().out == "round 1:\n  selected: a\n  is hotter than [cohort] max_temperature_c: b\n"
     assert main(["why", "digits", "1", "--device", "b", "--format", "json", *home]) == 0
     assert json.loads(capsys.readouterr().out)["1"]["b"]["code"] == "hot"
     assert main(["why", run, "--device", "c", *home]) == 2
@@ -140,10 +140,10 @@ def test_stopping_a_run_that_no_coordinator_runs_stops_it_here(tmp_path, capsys)
     with Store(tmp_path) as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         assert main(["logs", run, "--follow", "--home", str(tmp_path)]) == 130
-        assert "no coordinator serves" in capsys.readouterr().err
+        assert "no coordinator is running for" in capsys.readouterr().err
         assert main(["stop", run, "--home", str(tmp_path)]) == 0
         assert store.stored_status(run) == "stopped"
-    assert "no coordinator was running it" in capsys.readouterr().out
+    assert "no coordinator was running" in capsys.readouterr().out
 
 
 def test_a_bundle_of_another_model_is_refused(job, capsys):
@@ -152,7 +152,7 @@ def test_a_bundle_of_another_model_is_refused(job, capsys):
     from fedquilt.formats import job_bundle as bundles
 
     table = {"name": "digits", "method": "fedavg", "model": {"name": "mlp", "inputs": 2, "hidden": [4], "classes": 2}}
-    with pytest.raises(JobError, match="prepared from another job"):
+    with pytest.raises(JobError, match="prepared for another job"):
         require_matching_bundle(settings.parse_job(table), bundles.load_bundle(job.with_name("job.bundle")))
     table["model"]["hidden"] = []
     require_matching_bundle(settings.parse_job(table), bundles.load_bundle(job.with_name("job.bundle")))

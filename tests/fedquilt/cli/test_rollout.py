@@ -94,7 +94,7 @@ def test_a_file_is_queued_with_what_boards_are_asked(home, capsys):
     assert (limits.min_gain, limits.max_latency_s, limits.max_energy_j) == (-0.005, 0.04, 0.5)
     assert (limits.max_peak_bytes, plan.force) == (500_000_000, True)
     assert f"{kept.state.id}: net.onnx; `fedquilt rollout status {kept.state.id} --home {home}` shows" in out
-    assert f"`fedquilt serve --home {home}` carries it out" in out
+    assert f"start one with `fedquilt serve --home {home}`" in out
 
 
 def test_a_run_is_deployed_as_export_writes_it(home, capsys):
@@ -210,13 +210,13 @@ def test_what_cannot_be_deployed_is_said(home, capsys):
         (("--phases", "105%"), "105% is not between 0 % and 100 %"),
         (("--phases", "few"), "'few%' is not a share"),
         (("--phases", "50,25"), "do not grow"),
-        (("--phases", "100"), "at least one phase after it"),
+        (("--phases", "100"), "no phase after it"),
         (("--min-gain", "-0.5"), "'-0.5' is not a number of points: write a number with pt or %"),
         (("--max-latency", "40"), "'40' is not a time: write a number with ms, s"),
         (("--soak", "-1s"), "-1s is negative"),
         (("--max-peak", "much"), "'much' is not a size"),
         (("--max-peak", "-5MB"), "'-5MB' is not a size"),
-        (("--window", "25:00-26:00"), "'25:00-26:00' is no window"),
+        (("--window", "25:00-26:00"), "window '25:00-26:00' is invalid"),
         (("--label", "Site Lab"), "is not a label or !label"),
     ],
 )
@@ -248,7 +248,7 @@ def test_rollouts_are_listed_and_told(home, capsys):
         store.rollouts.append_events([(id, fact) for fact in facts])
     assert main(["rollout", "status", "--home", str(home)]) == 0
     (_, line, waits) = capsys.readouterr().out.splitlines()
-    assert waits == f"{id} waits for a coordinator: nobody serves {home}, `fedquilt serve --home {home}` does"
+    assert waits == f"{id} waits for a coordinator: start one with `fedquilt serve --home {home}`"
     assert line.split()[:4] == [id, "digits-20261123-041500-1a2b3c", "running", "canary"]
     assert "1 committed, 1 waiting, 1 silent" in line
     assert main(["rollout", "status", "digits", "--home", str(home)]) == 0
@@ -309,15 +309,15 @@ def test_rollouts_say_for_whom_they_wait(home, capsys):
         with Store(home) as store:
             store.rollouts.append_events([(id, fact) for fact in facts])
 
-    assert waits(home, capsys) == f"a coordinator: nobody serves {home}, `fedquilt serve --home {home}` does"
+    assert waits(home, capsys) == f"a coordinator: start one with `fedquilt serve --home {home}`"
     with Store(home) as serving:
         assert serving.acquire_lock()
-        assert waits(home, capsys) == f"a board: no coordinator of {home} has heard of one"
+        assert waits(home, capsys) == f"a device: none has connected to a coordinator of {home} yet"
         known(home, a=there, b=there)
-        said = "a board: of the 2 boards that are known, none is selected by site=lab; `fedquilt devices --home "
+        said = "a device with labels site=lab: 2 boards known, none with these; `fedquilt devices --home "
         assert waits(home, capsys) == f"{said}{home}` shows their labels"
         known(home, c=replace(lab, online=False), d=replace(lab, online=False))
-        assert waits(home, capsys) == "a board to come online: 2 are selected, and none is"
+        assert waits(home, capsys) == "a device to come online: 2 are selected, all offline"
         known(home, **dict.fromkeys("cdefghij", lab))
         assert waits(home, capsys) == ""
         told(RolloutStarted(7), ReleaseOffered(0, tuple("cdefghi")))
@@ -342,8 +342,8 @@ def test_deploy_says_that_its_selection_names_no_board(home, capsys):
     known(home, a=DeviceStatus("", online=True, labels=("site=hall",)))
     assert main(["rollout", "model", str(file), "--label", "site=lab", "--home", str(home)]) == 0
     out = capsys.readouterr().out
-    assert "it waits for a board: the only board is not selected by site=lab; `fedquilt devices" in out
-    assert f"no coordinator serves {home}" in out
+    assert "it waits for a device with labels site=lab: 1 board known, none with these; `fedquilt devices" in out
+    assert f"no coordinator is running for {home}" in out
     with Store(home) as store:
         assert len(store.rollouts.readable_rollouts()) == 1
 
@@ -365,7 +365,7 @@ def test_an_upgrade_is_queued_with_its_version_and_phases(home, tmp_path, capsys
     assert "not signed: only boards with unsigned = true" in capsys.readouterr().out
     assert "is queued: wait for its end" in refused(capsys, "rollout", "agent", str(file), "--home", str(home))
     assert main(["rollout", "back", "agent", "--home", str(home)]) == 0
-    assert "is ended" in capsys.readouterr().out
+    assert "is aborted" in capsys.readouterr().out
 
 
 def test_what_is_no_bundle_is_not_sent(home, tmp_path, capsys):
@@ -393,7 +393,7 @@ def test_settings_are_queued_as_boards_take_them(home, capsys):
         "telemetry_s": 60.0,
     }
     assert main(["rollout", "back", "settings", "--home", str(home)]) == 0
-    assert "is ended" in capsys.readouterr().out
+    assert "is aborted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

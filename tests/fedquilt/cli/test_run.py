@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--blobs-http", "0.0.0.0:8443"), "by --blobs-url"),
+        (("--blobs-http", "0.0.0.0:8443"), "set --blobs-url"),
         (("--blobs-http", "nowhere"), "nowhere"),
         (("--blobs-backend", "s3=https://store.site/bucket"), "blob backend 's3' is unknown"),
     ],
@@ -74,7 +74,7 @@ def test_a_coordinator_that_ends_over_a_job_is_not_replaced_by_the_command_that_
             return id
 
         command = click.Context(click.Command("run"), obj=0)
-        with command, pytest.raises(InactiveRunError, match="no coordinator serves"):
+        with command, pytest.raises(InactiveRunError, match="no coordinator is running for"):
             jobs.run_to_end(tmp_path, nowhere, options.BlobOptions(None, None, None), store, submit)
 
 
@@ -97,7 +97,7 @@ def test_whoever_follows_a_run_outlives_a_coordinator_that_is_started_again(tmp_
             assert serving[0].acquire_lock()
 
     monkeypatch.setattr(terminal.time, "sleep", turn)
-    with Store(tmp_path) as store, pytest.raises(InactiveRunError, match="no coordinator serves"):
+    with Store(tmp_path) as store, pytest.raises(InactiveRunError, match="no coordinator is running for"):
         terminal.print_log(store, run, follow=True)
     assert 18 + MAX_COORDINATOR_GAP_S <= clock[0] <= 20 + MAX_COORDINATOR_GAP_S
-    assert capsys.readouterr().err.count("another one is waited for 20 s") == 2
+    assert capsys.readouterr().err.count("waiting 20 s for one") == 2

@@ -240,7 +240,7 @@ def test_the_test_split_of_a_folder_of_tables_keeps_its_columns(tmp_path):
     found = scores.make_test_table(settings.parse_job(table))
     assert (found["split"], found["y"], found["labels"]) == ("test", "kind", ["on"])
     arrays = {**table, "data": {"path": str(tmp_path / "a.npz"), "y": "kind"}}
-    with pytest.raises(JobError, match="names the array y = 'kind', of any split"):
+    with pytest.raises(JobError, match=r"y is missing: .* y = 'kind' for its own split"):
         scores.make_test_table(settings.parse_job(arrays))
 
 

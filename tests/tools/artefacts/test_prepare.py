@@ -82,9 +82,9 @@ def test_what_prepare_makes_of_a_job_is_that_jobs_bundle_and_no_others(
     require_matching_bundle(own, made)
     assert len(comparison.make_cases(own, tmp_path, seeds=[0])) == 1
     other = msgspec.structs.replace(own, model={**own.model, **edited})
-    with pytest.raises(JobError, match="prepared from another job"):
+    with pytest.raises(JobError, match="prepared for another job"):
         require_matching_bundle(other, made)
-    with pytest.raises(JobError, match="prepared from another job"):
+    with pytest.raises(JobError, match="prepared for another job"):
         comparison.make_cases(other, tmp_path, seeds=[0])
 
 
@@ -92,7 +92,7 @@ def test_another_input_table_than_the_bundles_is_refused(tmp_path: Path) -> None
     made = prepare_bundle({"model": RESIDUAL, "input": {"channels": 1, "size": 8, "mean": [0.5], "std": [1]}}, tmp_path)
     own = settings.parse_job({"name": "a", "method": "fedavg", "model": RESIDUAL, "input": {"channels": 1, "size": 8}})
     require_matching_bundle(own, made)
-    with pytest.raises(JobError, match=r"another job than this \(\[input\] differ"):
+    with pytest.raises(JobError, match=r"another job \(\[input\] differ"):
         require_matching_bundle(msgspec.structs.replace(own, input={"channels": 1, "size": 8, "mean": [0.4]}), made)
 
 
@@ -297,7 +297,7 @@ def _torch(x: np.ndarray) -> Any:
 
 def test_an_engine_that_cannot_train_the_network_is_refused_before_any_board_is_asked(tmp_path: Path) -> None:
     job = settings.JobSettings(name="j", method="fedavg", engine="numpy", model=SERIES)
-    with pytest.raises(JobError, match=r"trains 'mlp' networks, and .* 'conv1d': leave the line out"):
+    with pytest.raises(JobError, match=r"trains only 'mlp' networks, and .* 'conv1d': remove the line"):
         prepare_and_check(job, tmp_path / "j.bundle")
     prepare_and_check(settings.JobSettings(name="j", method="fedavg", model=SERIES), tmp_path / "j.bundle")
 

@@ -197,7 +197,7 @@ def test_ending_a_rollout_needs_the_token_the_page_and_the_proof(tmp_path: Path)
         listed = dash.values("/api/rollouts")["rollouts"]
         assert [each["rollout"] for each in listed] == [id, ended, replaced]
         assert [each["name"] for each in listed[:2]] == [MARKUP, TABLES]
-        nobody = f"a coordinator: nobody serves {home}, `fedquilt serve --home {home}` does"
+        nobody = f"a coordinator: start one with `fedquilt serve --home {home}`"
         assert [each["waits"] for each in listed] == [nobody, "", ""]
         assert [dash.values(f"/api/rollouts/{each}")["waits"] for each in (id, ended)] == [nobody, ""]
         assert dash.values(f"/api/rollouts/{ended}")["steps"][-1]["text"].startswith("aborted: 2 of 2 boards failed")
@@ -247,7 +247,7 @@ def test_stopping_needs_the_token_the_page_and_the_proof(tmp_path: Path) -> None
             assert store.stored_status(run) == "queued"
             store.set_status(run, "running")
         status, told = dash.act(run, "stop", **own, **proof, **here)
-        assert (status, "no coordinator was running it" in told["said"]) == (200, True)
+        assert (status, "no coordinator was running" in told["said"]) == (200, True)
         assert dash.act(run, "stop", **own, **proof, **here)[0] == 409
         status, told = dash.act(run, "resume", **own, **proof, **here)
         assert (status, "fedquilt resume" in told["problem"]) == (409, True)  # nobody serves the home

@@ -50,8 +50,8 @@ def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
         )
         problems = [each.get("problem", "") for each in told["runs"]]
         assert not problems[0]
-        assert "is not what was written" in problems[1]
-        assert "not the one before" in problems[2] or "is not what was written" in problems[2]
+        assert "does not match its checksum" in problems[1]
+        assert "event before it" in problems[2] or "does not match its checksum" in problems[2]
         assert dash.problem(f"/api/runs/{ids[0]}")[0] == 409
         assert dash.values(f"/api/runs/{ids[2]}")["done"] == 2
 

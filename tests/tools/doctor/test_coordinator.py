@@ -104,7 +104,7 @@ def test_damaged_logs_are_told_from_those_of_another_version(home: Path) -> None
         store._db.execute("update rollout_facts set at = at + 1")
     damaged = [one for one in found(home) if one.number == "FQ504"]
     assert [one.fix for one in damaged] == ["restore a backup of the whole folder, or begin with an empty one"] * 2
-    assert f"the log of {id} in" in damaged[1].sentence
+    assert f"the event log of {id} in" in damaged[1].sentence
 
 
 def test_jobs_that_nobody_runs_are_found(home: Path, tmp_path: Path) -> None:

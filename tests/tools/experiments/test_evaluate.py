@@ -195,9 +195,9 @@ def test_a_test_set_that_cannot_be_read_names_its_table(tmp_path: Path) -> None:
 
 def test_arrays_that_are_named_for_training_are_no_test_set() -> None:
     job = settings.parse_job({**TABLE, "data": {"path": "a.npz", "x": "pictures", "y": "names"}})
-    with pytest.raises(JobError, match=r"name that of \[test\] too"):
+    with pytest.raises(JobError, match=r"set the array of \[test\] too"):
         scores.make_test_table(job)
-    with pytest.raises(JobError, match="nothing to test on"):
+    with pytest.raises(JobError, match=r"add .test. to evaluate"):
         scores.make_test_table(settings.parse_job(TABLE))
 
 

@@ -195,7 +195,7 @@ def test_a_run_that_was_interrupted_in_a_round_ends_with_the_same_bits(
 
 
 def test_inner_product_manipulation_wants_updates_as_they_are() -> None:
-    with pytest.raises(JobError, match="attack = 'inner_product' read what the other boards send"):
+    with pytest.raises(JobError, match="not supported with the attack 'inner_product'"):
         digits(fleet=lying("inner_product"), wire={"codec": "int8"})
     assert digits(fleet=lying("scaled"), wire={"codec": "int8"}).fleet.adversaries is not None
 
@@ -217,5 +217,5 @@ def test_no_agent_is_asked_to_lie(verb: list[str], tmp_path: Path, capsys: pytes
     (tmp_path / "job.toml").write_text(table)
     where = [str(tmp_path / "job.toml"), "--home", str(tmp_path / "home")]
     assert main([verb[0], *where, *verb[1:]]) == 2
-    assert "[fleet] adversaries: no agent lies" in capsys.readouterr().err
+    assert "[fleet] adversaries have no effect on agents" in capsys.readouterr().err
     assert not list((tmp_path / "home").glob("agents/*"))

@@ -73,7 +73,7 @@ def test_a_job_asks_the_boards_that_it_selects_and_no_others(tmp_path: Path) -> 
     asked = {fact.update.device for fact in facts_of(given, run) if isinstance(fact, UpdateAccepted)}
     assert (ended, asked) == ("done", {"x86-host-00", "x86-host-02"})
     nobody = plan(tmp_path, cohort={"select": ["attic"]}, fleet=fleet_of)
-    with pytest.raises(JobError, match=r"\[cohort\] select = \['attic'\]: no simulated board"):
+    with pytest.raises(JobError, match=r"\[cohort\] select = \['attic'\]: no simulated device"):
         fleet.run_fleet_virtually(nobody)
     many = plan(tmp_path, cohort={"select": ["window"], "size": 2}, fleet=fleet_of)
     with pytest.raises(JobError, match="the fleet has 1 devices of"):
@@ -181,7 +181,7 @@ def children(pid: int) -> list[int]:
         ({"data": {**DATA, "alpha": 0.0}}, "alpha"),
         ({"data": {**DATA, "path": "/nowhere/digits.npz"}}, "/nowhere/digits.npz"),
         ({"data": {**DATA, "partition": "iid", "limit": 2}}, "share 2 of 3 .* has none of the 2 examples"),
-        ({"cohort": {"size": 4}}, r"\[cohort\] size is 4, and the fleet has 3 devices"),
+        ({"cohort": {"size": 4}}, r"\[cohort\] size = 4, but the fleet has 3 devices"),
     ],
 )
 def test_a_fleet_that_cannot_run_leaves_no_run_behind(tmp_path: Path, changes: dict[str, object], said: str) -> None:

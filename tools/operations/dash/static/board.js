@@ -25,7 +25,7 @@ export function page(place, { name, again, ask }) {
     const span = query.get("span") ?? "2h";
     spans.forEach((each) => each.setAttribute("aria-pressed", String(each.dataset.span === span)));
     if (board) {
-      head.replaceChildren(...[board.board || "has not said what it is", board.mode && `mode ${board.mode}`, board.version && `agent ${board.version}`, (board.engines ?? []).join(" "),
+      head.replaceChildren(...[board.board || "unknown hardware", board.mode && `mode ${board.mode}`, board.version && `agent ${board.version}`, (board.engines ?? []).join(" "),
         board.skew_s !== null && board.skew_s !== undefined && (Math.abs(board.skew_s) >= 1 ? `clock ${number(board.skew_s)} s off` : "clock right")].filter(Boolean).join(" · "),
         ...(board.labels ?? []).flatMap((label) => [" ", h("span", { class: "chip" }, label)]));
       now.replaceChildren(
