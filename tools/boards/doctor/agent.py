@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 import time
-from _ssl import _test_decode_cert
+from _ssl import _test_decode_cert  # type: ignore[attr-defined]
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
