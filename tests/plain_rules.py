@@ -112,6 +112,52 @@ def scaffold(network: str, model: Model, run: Played) -> Model:
     return model | own_of(own)
 
 
+def feddyn(network: str, model: Model, run: Played) -> Model:
+    """alpha = 0.5: g - g_k + alpha (y - x); g_k and h lose alpha (y - x); x is the mean of y, less h / alpha."""
+    names = parameters(network)
+    h = {name: np.zeros(model[name].shape) for name in names}
+    own = {each.device: {name: np.zeros_like(model[name]) for name in names} for each in members()}
+    for round in range(ROUNDS):
+        sent, first = [], {name: torch.tensor(array) for name, array in model.items()}
+        for each in members():
+            slope = {name: torch.tensor(array) for name, array in own[each.device].items()}
+            add = lambda name, gradient, value: gradient - slope[name] + 0.5 * (value - first[name])  # noqa: B023, E731
+            sent.append(local(network, model, each, round, add))
+            own[each.device] = {
+                name: own[each.device][name] - np.float32(0.5) * (sent[-1][name] - model[name]) for name in names
+            }
+        found = mean(sent, None)
+        for name in names:
+            h[name] = h[name] - 0.5 / 3 * sum(y[name].astype(float) - model[name] for y in sent)
+            found[name] = (np.mean([y[name].astype(float) for y in sent], axis=0) - h[name] / 0.5).astype(np.float32)
+        model = found
+    return model | own_of(own)
+
+
+def apfl(network: str, model: Model, run: Played) -> Model:
+    """m = a v + (1 - a) w with a = 0.3 at first: v by a grad f(m), a by <v - w, grad f(m)>, w by its own gradient."""
+    own, shares = {each.device: model for each in members()}, {each.device: 0.3 for each in members()}
+    for round in range(ROUNDS):
+        sent = []
+        for each in members():
+            w, mixed, a = Plain(network, model), Plain(network, own[each.device]), shares[each.device]
+            v = {name: value.detach().clone() for name, value in mixed.values.items()}
+            for rows in batches(generator(each.device, round).permutation(len(each.train))):
+                with torch.no_grad():
+                    for name, value in mixed.values.items():
+                        value.copy_(a * v[name] + (1 - a) * w.values[name])
+                found, plain = mixed.gradients(each.train, rows), w.gradients(each.train, rows)
+                slope = sum(float(((v[name] - w.values[name].detach()) * g).sum()) for name, g in found.items())
+                v = {name: v[name] - LR * a * g for name, g in found.items()}
+                w.move({name: LR * g for name, g in plain.items()})
+                a = min(max(a - LR * slope, 0.0), 1.0)
+            sent.append(w.state(model))
+            own[each.device] = {**mixed.state(model), **{name: value.numpy() for name, value in v.items()}}
+            shares[each.device] = a
+        model = mean(sent)
+    return model | own_of({device: {**v, "/alpha": np.array(shares[device])} for device, v in own.items()})
+
+
 def pfedme(network: str, model: Model, run: Played) -> Model:
     """Two steps of theta on each mini-batch with the pull 5 (theta - w), then w <- w - 0.02 * 5 (w - theta)."""
     thetas: dict[str, Plain] = {}

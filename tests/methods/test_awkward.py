@@ -86,6 +86,8 @@ CASES = (
     Case("fedopt", rules.fedopt, {"server": "sgd", "server_lr": 1.0, "beta1": 0.9}, quick=("maps",)),
     Case("fednova", rules.fednova),
     Case("scaffold", rules.scaffold, quick=("tied", "moving_average")),
+    Case("feddyn", rules.feddyn, {"alpha": 0.5}, quick=("tied", "moving_average")),
+    Case("apfl", rules.apfl, {"alpha": 0.3}, quick=("tied", "typed_buffers")),
     Case("pfedme", rules.pfedme, {"pull": 5.0, "inner": 2, "outer_lr": 0.02}, quick=("tied", "tokens")),
     Case("perfedavg", rules.perfedavg, {"alpha": 0.02}),
     Case("robust", rules.median, {"rule": "median", "attackers": 0.0}),
@@ -95,6 +97,11 @@ CASES = (
     Case("ft_part", parts.ft_part, {"layers": 2}, quick=("tied", "moving_average")),
     Case("parfed", parts.apart(parts.parfed), {"layers": 1}, quick=("tied",)),
     Case("fedfina", parts.apart(parts.fedfina), {"layers": 2}, quick=("maps",)),
+    Case("fedper", parts.apart(parts.last_layers), {"layers": 2}, quick=("maps",)),
+    Case("fedper", parts.apart(parts.first_layers), {"layers": 2, "stays": "first"}, quick=("tied",)),
+    Case(
+        "fedala", parts.fedala, {"layers": 2, "eta": 0.5, "sample": 0.5, "first_passes": 2}, ("tied", "maps"), rounds=3
+    ),
     Case("fedlg", parts.fedlg, {"layers": 1, "probe": 1}, ("tied",), rounds=3),
     Case("fedlora", parts.fedlora, {**LORA, "optimizer": "sgd", "mu": 0.1}, ("shared",), ADAPTED),
     Case("fedsdg", parts.fedsdg, {**LORA, **SDG}, ("tied",), ADAPTED, rounds=3, table={"cohort": {"size": 2}}),
