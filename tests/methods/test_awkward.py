@@ -75,6 +75,7 @@ BY_WIDTH = {"refused": TRACED, "table": {"budgets": widths.BUDGETS}}
 CASES = (
     Case("fedavg", rules.fedavg, quick=ALL),
     Case("ft_full", rules.fedavg),
+    Case("fedavg_ft", rules.fedavg),
     Case("ditto", rules.ditto, {"pull": 0.5}),
     Case("moon", rules.moon, {"mu": 0.0}),
     Case("fedlp", rules.fedavg, {"keep": 1.0}),
