@@ -57,6 +57,17 @@ def initial_state(bundle: core.Bundle, params: Any) -> NetworkState:
     return NetworkState(table, network, model, flops, example_bytes, layers=layers)
 
 
+def initial_states_by_tier(bundle: core.Bundle, params: Any) -> dict[str, NetworkState]:
+    """Return the first state of each network: of a tier with a network of its own, and as "" of all other devices."""
+    states = {"": initial_state(bundle, params)}
+    for tier, meta in bundle.meta.get("tiers", {}).items():
+        prefix = f"{tier}/"
+        files = {name.removeprefix(prefix): ref for name, ref in bundle.files.items() if name.startswith(prefix)}
+        tier_bundle = core.Bundle(meta, files, lambda name, prefix=prefix: bundle.load(prefix + name))
+        states[tier] = initial_state(tier_bundle, params)
+    return states
+
+
 def training_task_spec(
     state: NetworkState,
     bundles: Mapping[str, core.Tensors],

@@ -68,7 +68,7 @@ class MixtureHooks:
             self._slope = self._slope + ((anchors["own"] - anchors["shared"]) * gradient).sum()
         return gradient
 
-    def _keep_anchors(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
+    def _keep_anchors(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
         self.anchors = anchors
         return 0.0 * scores.sum()
 

@@ -48,7 +48,7 @@ class ContrastiveHooks:
         module.get_submodule(self._head).register_forward_pre_hook(self._record_input)
         return module
 
-    def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
+    def penalty(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
         """Return the contrastive loss mu * l_con of a mini-batch, a scalar (Eq. 3 and 4)."""
         import torch
         from torch.nn import functional as F

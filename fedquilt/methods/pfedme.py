@@ -60,7 +60,7 @@ class MoreauEnvelope:
             *[Step(penalty=self.penalty)] * (inner - 1),
         )
 
-    def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
+    def penalty(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
         """Return the proximal term lambda/2 |theta - w|^2."""
         if not self._w:
             self._w = {name: anchors["w"][name] for name, _ in module.named_parameters()}
