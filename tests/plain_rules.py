@@ -7,6 +7,8 @@ numpy.
 
 from __future__ import annotations
 
+from typing import Any
+
 import difficult_networks
 import numpy as np
 import torch
@@ -235,6 +237,49 @@ def fedrep(network: str, model: Model, run: Played) -> Model:
         found = mean(sent)
         model = {name: model[name] if name in head else found[name] for name in model}
     return model | own_of(own)
+
+
+def fedproto(network: str, model: Model, run: Played) -> Model:
+    """Cross entropy + 0.5 |f - C_y|^2 / d, each device with its own model; C is the mean of f over all examples."""
+    own, shape = {each.device: model for each in members()}, model[f"{head_of(network)}weight"].shape
+    middle, known = torch.zeros(shape), torch.zeros(3)
+    for round in range(ROUNDS):
+        sums, counts = np.zeros(shape), np.zeros(3)
+        for each in members():
+            plain = Plain(network, own[each.device])
+            seen, entropy = features_of(plain, network), plain.loss
+
+            def loss(share: Any, rows: Any, seen: Any = seen, entropy: Any = entropy) -> Any:
+                value, labels = entropy(share, rows), share.y[rows]
+                return value + 0.5 * ((seen[-1] - middle[labels]).square().mean(1) * known[labels]).mean()  # noqa: B023
+
+            plain.loss = loss  # type: ignore[method-assign]
+            plain.descend(each.train, generator(each.device, round).permutation(len(each.train)))
+            own[each.device] = plain.state(model)
+            np.add.at(sums, each.train.y, evaluated_features(plain, network, each))
+            counts += np.bincount(each.train.y, minlength=3)
+        middle, known = torch.tensor(sums / counts[:, None]).float(), torch.ones(3)
+    np.testing.assert_allclose(run.states[-1].prototypes, middle.numpy(), rtol=1e-6, atol=1e-6)
+    return model | own_of(own)
+
+
+def features_of(plain: Plain, network: str) -> list[Any]:
+    """The inputs of the head in every forward pass from now on, in order."""
+    seen: list[Any] = []
+    plain.module.get_submodule(head_of(network)[:-1]).register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0])
+    )
+    return seen
+
+
+def evaluated_features(plain: Plain, network: str, member: Any) -> np.ndarray:
+    plain.module.eval()
+    for inner in plain.module.modules():
+        inner._forward_pre_hooks.clear()
+    seen = features_of(plain, network)
+    with torch.no_grad():
+        plain.scores(member.train.x)
+    return seen[0].numpy().astype(np.float64)
 
 
 def head_of(network: str) -> str:
