@@ -7,6 +7,7 @@ numpy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import difficult_networks
@@ -15,6 +16,7 @@ import torch
 from plain_training import (
     LR,
     ROUNDS,
+    SEED,
     SIZES,
     Model,
     Plain,
@@ -31,6 +33,7 @@ from plain_training import (
 )
 from torch import nn
 
+from fedquilt.arrays import tensors
 from fedquilt.models.networks import registry
 
 
@@ -240,11 +243,46 @@ def fedrep(network: str, model: Model, run: Played) -> Model:
 
 
 def fedproto(network: str, model: Model, run: Played) -> Model:
-    """Cross entropy + 0.5 |f - C_y|^2 / d, each device with its own model; C is the mean of f over all examples."""
+    """The mean of f over all examples as C."""
+    return prototyped(network, model, run, lambda round, means, counts: np.average(means, 0, counts))
+
+
+def fedtgp(network: str, model: Model, run: Played) -> Model:
+    """C = F(v): four epochs at the rate 0.05 in mini-batches of three, by autograd; the margin is at most 0.5."""
+    begun = {name: torch.tensor(array).double().requires_grad_() for name, array in run.states[0].generator.items()}
+
+    def train(round: int, means: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        device, labels = np.nonzero(counts[:, :, 0])
+        points, held = torch.tensor(means[device, labels]), counts[:, :, 0] > 0
+        middles = [means[held[:, label], label].mean(0) for label in range(3) if held[:, label].any()]
+        margin = min(0.5, max(float(np.linalg.norm(one - other)) for one in middles for other in middles))
+        rng = tensors.seeded_rng(SEED, round)
+        for _ in range(4):
+            order = rng.permutation(len(points))
+            for rows in (order[first : first + 3] for first in range(0, len(order), 3)):
+                distances = torch.cdist(points[rows], generated(begun), compute_mode="donot_use_mm_for_euclid_dist")
+                scores = -distances - margin * torch.nn.functional.one_hot(torch.tensor(labels[rows]), 3)
+                loss = torch.nn.functional.cross_entropy(scores, torch.tensor(labels[rows]))
+                for value, slope in zip(begun.values(), torch.autograd.grad(loss, list(begun.values())), strict=True):
+                    value.data -= 0.05 * slope
+        for value in begun.values():
+            value.data = value.data.float().double()  # as the state stores them
+        return generated(begun).detach().numpy()
+
+    return prototyped(network, model, run, train)
+
+
+def generated(layers: dict[str, Any]) -> Any:
+    hidden = torch.relu(layers["v"] @ layers["w1"].T + layers["b1"])
+    return hidden @ layers["w2"].T + layers["b2"]
+
+
+def prototyped(network: str, model: Model, run: Played, combine: Callable[[int, Any, Any], np.ndarray]) -> Model:
+    """Cross entropy + 0.5 |f - C_y|^2 / d on each device's own model; C is made of mean features and counts."""
     own, shape = {each.device: model for each in members()}, model[f"{head_of(network)}weight"].shape
     middle, known = torch.zeros(shape), torch.zeros(3)
     for round in range(ROUNDS):
-        sums, counts = np.zeros(shape), np.zeros(3)
+        means, counts = [], []
         for each in members():
             plain = Plain(network, own[each.device])
             seen, entropy = features_of(plain, network), plain.loss
@@ -255,10 +293,12 @@ def fedproto(network: str, model: Model, run: Played) -> Model:
 
             plain.loss = loss  # type: ignore[method-assign]
             plain.descend(each.train, generator(each.device, round).permutation(len(each.train)))
-            own[each.device] = plain.state(model)
+            own[each.device], sums = plain.state(model), np.zeros(shape)
             np.add.at(sums, each.train.y, evaluated_features(plain, network, each))
-            counts += np.bincount(each.train.y, minlength=3)
-        middle, known = torch.tensor(sums / counts[:, None]).float(), torch.ones(3)
+            count = np.bincount(each.train.y, minlength=3)[:, None]
+            means.append((sums / np.maximum(count, 1)).astype(np.float32).astype(float))
+            counts.append(np.broadcast_to(count, shape))
+        middle, known = torch.tensor(combine(round, np.stack(means), np.stack(counts))).float(), torch.ones(3)
     np.testing.assert_allclose(run.states[-1].prototypes, middle.numpy(), rtol=1e-6, atol=1e-6)
     return model | own_of(own)
 

@@ -165,17 +165,12 @@ def update_schema(state: State) -> core.UpdateSchema:
     return core.UpdateSchema({"prototypes": {"prototypes": state.prototypes, "examples": counts}})
 
 
-def validate_update(state: State, update: core.DeviceUpdate) -> core.Tensors:
-    """Return an update's prototypes and numbers of examples.
-
-    Raises:
-        UpdateError: If names, shapes or types are wrong, or the examples do not sum up to the update's weight.
-    """
+def validate_update(state: State, update: core.DeviceUpdate) -> None:
+    """Raise UpdateError for wrong names, shapes or types, or if the examples do not sum up to the update's weight."""
     sent = update.bundles.get("prototypes", {})
     tensors.require_addable(sent, update_schema(state).bundles["prototypes"])
     if (count := sent["examples"].sum()) != update.weight:
         raise core.UpdateError(f"{update.device} weighs {update.weight:g}, and reports prototypes of {count} examples")
-    return sent
 
 
 def result(state: State) -> core.Artefact:

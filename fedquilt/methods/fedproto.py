@@ -30,14 +30,10 @@ from fedquilt.methods import _prototypes
 from fedquilt.methods._prototypes import Params, State
 
 
-def validate_update(state: State, update: core.DeviceUpdate) -> None:
-    """Raise UpdateError unless an update has finite prototypes of the right shape, and numbers of its examples."""
-    _prototypes.validate_update(state, update)
-
-
 def fold(state: State, accumulator: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
     """Add an update's prototypes to the sums, weighted by the examples of each class."""
-    sent, accumulator = _prototypes.validate_update(state, update), accumulator or WeightedSums()
+    _prototypes.validate_update(state, update)
+    sent, accumulator = update.bundles["prototypes"], accumulator or WeightedSums()
     examples = sent["examples"].astype(np.float64)
     weighted = {"prototypes": sent["prototypes"] * examples[:, None], "examples": examples}
     return WeightedSums(exact_sums.add_arrays(accumulator.total, weighted), accumulator.weights.add_numbers(1.0))
@@ -67,7 +63,7 @@ METHOD = core.Method(
         fold,
         accumulator=lambda state: WeightedSums,
         schema=_prototypes.update_schema,
-        check_update=validate_update,
+        check_update=_prototypes.validate_update,
     ),
     step=step,
     result=_prototypes.result,

@@ -73,6 +73,7 @@ REFUSED: dict[str, Mapping[str, str]] = {
 LORA = {"clip": 0.5, "rank": parts.RANK, "alpha": parts.ALPHA}
 SDG = {"lr": 0.003, "lr_own": 0.002, "lr_gates": 0.02, "sparsity": 0.01, "own_decay": 0.001}
 PEWS = {"warmup": 2, "server_lr": 0.5, "mu": 0.1}
+TGP = {"penalty": 0.5, "server_epochs": 4, "server_batch": 3, "server_lr": 0.05, "margin": 0.5}
 BY_WIDTH = {"refused": TRACED, "table": {"budgets": widths.BUDGETS}}
 CASES = (
     Case("fedavg", rules.fedavg, quick=ALL),
@@ -111,6 +112,7 @@ CASES = (
         close=1e-6,
     ),
     Case("fedproto", rules.fedproto, {"penalty": 0.5}, quick=("tied", "typed_buffers"), close=1e-6),
+    Case("fedtgp", rules.fedtgp, TGP, quick=("shared",), close=1e-6),
     Case("fedlg", parts.fedlg, {"layers": 1, "probe": 1}, ("tied",), rounds=3),
     Case("fedlora", parts.fedlora, {**LORA, "optimizer": "sgd", "mu": 0.1}, ("shared",), ADAPTED),
     Case("fedsdg", parts.fedsdg, {**LORA, **SDG}, ("tied",), ADAPTED, rounds=3, table={"cohort": {"size": 2}}),
