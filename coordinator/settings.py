@@ -280,12 +280,10 @@ def _unify_task_and_classes(job: JobSettings) -> JobSettings:
 
 
 def tier_models(model: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the whole [model] table of each memory tier that has a network of its own, from [model.tier].
-
-    Raises:
-        JobError: If there is no such tier.
-    """
+    """Return the whole [model] table of each memory tier with a network of its own, or raise JobError for another."""
     tiers, plain = model.get("tier", {}), {key: value for key, value in model.items() if key != "tier"}
+    if not isinstance(tiers, Mapping) or not all(isinstance(table, Mapping) for table in tiers.values()):
+        raise JobError("[model.tier] needs a table for each tier: write [model.tier.4GB]")
     if unknown := sorted(tiers.keys() - peak_memory.TIER_BYTES.keys()):
         raise JobError(f"[model.tier] {unknown[0]}: there are {', '.join(peak_memory.TIER_BYTES)}")
     common = {key: plain[key] for key in ("input", "classes", "task", "seed") if key in plain}

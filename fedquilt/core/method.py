@@ -182,6 +182,8 @@ class Aggregation:
 class Traits:
     """Properties of a method that control its jobs."""
 
+    sent_data: str = "the model"  # data that a device sends in a round, in words
+    private_data: str = ""  # data that stays on a device from task to task, in words, or "" if it keeps none
     exact_updates: bool = False  # updates must not be rounded by a lossy codec
     refused_codecs: Mapping[str, str] = field(default_factory=dict)  # other unsupported codecs, each with a reason
     unequal_epochs: bool = False  # devices of a round may train for unequal numbers of `epochs`

@@ -20,7 +20,14 @@ from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
-TRAITS = core.Traits(tier_networks=True, prediction_tasks=("classes",), forward_passes=1)
+TRAITS = core.Traits(
+    sent_data="the mean features of each class",
+    private_data="its network",
+    tier_networks=True,
+    prediction_tasks=("classes",),
+    forward_passes=1,
+    model_copies=1,
+)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
-TRAITS = replace(fedavg.METHOD.traits, training_passes=2, model_copies=3)
+TRAITS = replace(fedavg.METHOD.traits, private_data="its own model and alpha", training_passes=2, model_copies=3)
 ALPHA = "/alpha"  # name of alpha among the private tensors; a network's tensor has no slash
 
 

@@ -193,7 +193,9 @@ METHOD = replace(
     paper="ICLR 2023 (DepthFL)",
     params=Params,
     engines=("torch",),
-    traits=replace(fedavg.METHOD.traits, prediction_tasks=("classes",)),  # exits share distributions over classes
+    traits=replace(  # exits share distributions over classes
+        fedavg.METHOD.traits, sent_data="the first stages and exits, by its memory tier", prediction_tasks=("classes",)
+    ),
     init=init,
     send=send,
     common_task=False,

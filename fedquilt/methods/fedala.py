@@ -31,7 +31,7 @@ from fedquilt.methods import fedavg, ft_part
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
-TRAITS = replace(fedavg.METHOD.traits, model_copies=3)
+TRAITS = replace(fedavg.METHOD.traits, private_data="its model and the weights W", model_copies=4)
 WEIGHT = "/weight/"  # before a tensor's name: its W among the private tensors
 
 

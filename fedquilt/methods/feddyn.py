@@ -30,7 +30,7 @@ from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
-TRAITS = replace(fedavg.METHOD.traits, model_copies=2)
+TRAITS = replace(fedavg.METHOD.traits, private_data="its slope g_k", model_copies=2)
 
 
 @dataclass(frozen=True)

@@ -45,4 +45,10 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
     return fedrep.split_state(initial, last if params.stays == "last" else initial.model.keys() - last)
 
 
-METHOD = replace(parfed.METHOD, paper="arXiv 1912.00818 and 2001.01523", params=Params, init=init)
+METHOD = replace(
+    parfed.METHOD,
+    traits=replace(parfed.METHOD.traits, sent_data="the shared layers", private_data="all other layers"),
+    paper="arXiv 1912.00818 and 2001.01523",
+    params=Params,
+    init=init,
+)

@@ -335,6 +335,9 @@ METHOD = replace(
     explain=lambda state: state.told,
     personal_model=personal,
     traits=replace(
-        fedlora.METHOD.traits, per_device_data="changes of adapters and head, `most` of them, which are compared"
+        fedlora.METHOD.traits,
+        sent_data="changes of adapters and head",
+        private_data="its adapters and gates",
+        per_device_data="changes of adapters and head, `most` of them, which are compared",
     ),
 )

@@ -70,13 +70,9 @@ def step(state: State, total: CollectedUpdates | None) -> State:
     """Train the global prototypes on those of the devices."""
     if total is None:
         return state
-    rows, labels = [], []
-    for device in sorted(total.updates):
-        sent = total.updates[device]
-        present = np.flatnonzero(sent["examples"])
-        rows.append(np.asarray(sent["prototypes"], np.float64)[present])
-        labels.append(present)
-    prototypes, classes = np.concatenate(rows), np.concatenate(labels)
+    updates = [total.updates[device] for device in sorted(total.updates)]
+    classes = np.concatenate([np.flatnonzero(sent["examples"]) for sent in updates])
+    prototypes = np.concatenate([sent["prototypes"][sent["examples"] > 0] for sent in updates]).astype(np.float64)
     margin = min(largest_gap(prototypes, classes), state.params["margin"])
     generator = {name: np.asarray(array, np.float64) for name, array in state.generator.items()}
     rng, size, rate = (

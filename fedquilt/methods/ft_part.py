@@ -94,5 +94,7 @@ METHOD = replace(
     check=check,
     result=result,
     personal_model=None,
-    traits=replace(fedrep.METHOD.traits, frozen_weights="all but the last layers"),
+    traits=replace(
+        fedrep.METHOD.traits, sent_data="the last layers", private_data="", frozen_weights="all but the last layers"
+    ),
 )

@@ -25,7 +25,7 @@ from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
-TRAITS = replace(fedavg.METHOD.traits, forward_passes=2, model_copies=2)
+TRAITS = replace(fedavg.METHOD.traits, private_data="its previous model", forward_passes=2, model_copies=2)
 
 
 @dataclass(frozen=True)

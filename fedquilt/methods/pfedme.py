@@ -28,7 +28,7 @@ from fedquilt.methods import ditto, fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
-TRAITS = replace(fedavg.METHOD.traits, training_passes="inner", model_copies=2)
+TRAITS = replace(fedavg.METHOD.traits, private_data="its personal model", training_passes="inner", model_copies=2)
 
 
 @dataclass(frozen=True)
