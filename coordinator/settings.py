@@ -286,7 +286,7 @@ def tier_models(model: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         raise JobError("[model.tier] needs a table for each tier: write [model.tier.4GB]")
     if unknown := sorted(tiers.keys() - peak_memory.TIER_BYTES.keys()):
         raise JobError(f"[model.tier] {unknown[0]}: there are {', '.join(peak_memory.TIER_BYTES)}")
-    common = {key: plain[key] for key in ("input", "classes", "task", "seed") if key in plain}
+    common = {key: value for key, value in plain.items() if key in ("input", "classes", "task", "seed")}
     return {tier: {**(common if "name" in table else plain), **table} for tier, table in tiers.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import msgspec
@@ -63,9 +63,12 @@ def initial_states_by_tier(bundle: core.Bundle, params: Any) -> dict[str, Networ
     for tier, meta in bundle.meta.get("tiers", {}).items():
         prefix = f"{tier}/"
         files = {name.removeprefix(prefix): ref for name, ref in bundle.files.items() if name.startswith(prefix)}
-        tier_bundle = core.Bundle(meta, files, lambda name, prefix=prefix: bundle.load(prefix + name))
-        states[tier] = initial_state(tier_bundle, params)
+        states[tier] = initial_state(core.Bundle(meta, files, partial(_load_with_prefix, bundle, prefix)), params)
     return states
+
+
+def _load_with_prefix(bundle: core.Bundle, prefix: str, name: str) -> core.Tensors:
+    return bundle.load(prefix + name)
 
 
 def training_task_spec(

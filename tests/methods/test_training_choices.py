@@ -33,7 +33,8 @@ NONE = "has no such parameter"
 PLAIN = {"adamw": "sgd", "torch": "sgd", "steps": 'schedule over "steps": ', "ema": "ema = 0.9: "}
 REFUSED: dict[str, dict[str, str]] = {
     **{name: dict.fromkeys(OPTIONS, NONE) for name in ("afl", "fedstitch")},  # which train no network
-    **dict.fromkeys(("fednova", "fedpews", "perfedavg", "pfedme", "scaffold"), PLAIN),
+    **dict.fromkeys(("apfl", "fednova", "fedpews", "perfedavg", "pfedme", "scaffold"), PLAIN),
+    **{key: {"augment": "a prototype is that of one class"} for key in ("fedproto", "fedtgp")},
     "fedsdg": {"adamw": NONE, "torch": NONE},  # whose optimizer is Adam
     "fedsq": {"augment": 'FedSQ caches features of examples that never change; set cache = "off"'},
 }
