@@ -156,7 +156,7 @@ def _list_properties(method: Method) -> Iterable[tuple[str, str]]:
     yield "[sites](../scale.md#sites) forward", "sums" if aggregation.check_sums else "single updates"
     refused = {*traits.refused_codecs, *([codec for codec in CODECS if codec != "raw"] if traits.exact_updates else [])}
     yield "codecs", ", ".join(f"`{codec}`" for codec in CODECS if codec not in refused)
-    yield "`task`", ", ".join(f'`"{task}"`' for task in traits.prediction_tasks)
+    yield "predictions, `task`", ", ".join(f'`"{task}"`' for task in traits.prediction_tasks)
     combinations = {
         "networks by memory tier, `[model.tier]`": traits.tier_networks,
         "unequal epochs in rounds [planned for energy](../energy.md)": traits.unequal_epochs,
