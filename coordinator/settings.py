@@ -15,12 +15,13 @@ from msgspec import Meta
 from fedquilt import methods, metrics, plugins
 from fedquilt.console import units
 from fedquilt.core import CODECS, Bundle, Encoding, JobError, Method, Name, SiteRight
+from fedquilt.costs import peak_memory
 from fedquilt.costs.cost_model import LinkCost
 from fedquilt.data import reading_settings
 from fedquilt.formats import labels, toml, training_choices
 from fedquilt.host import http_server
 
-NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] for first weights, not architecture
+NOT_NETWORK: Final = ("weights", "weights_classes", "seed", "tier")  # keys of [model] that do not build the network
 
 
 class CohortSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -187,6 +188,8 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
         raise JobError(f"[wire] codec = {job.wire.codec!r} is unknown: choose {', '.join(CODECS)}")
     method = methods.load(job.method)
     require_supported_task(job.method, method, job.model)
+    if tier_models(job.model) and not method.traits.tier_networks:
+        raise JobError(f"[model.tier]: {job.method} has one network for all devices; leave it out, or take fedproto")
     if (reason := method.traits.refused_codecs.get(job.wire.codec)) is not None:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: {reason}")
     if job.wire.codec != "raw" and method.traits.exact_updates:
@@ -276,6 +279,17 @@ def _unify_task_and_classes(job: JobSettings) -> JobSettings:
     return msgspec.structs.replace(job, model=model, data=data)
 
 
+def tier_models(model: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the whole [model] table of each memory tier with a network of its own, or raise JobError for another."""
+    tiers, plain = model.get("tier", {}), {key: value for key, value in model.items() if key != "tier"}
+    if not isinstance(tiers, Mapping) or not all(isinstance(table, Mapping) for table in tiers.values()):
+        raise JobError("[model.tier] needs a table for each tier: write [model.tier.4GB]")
+    if unknown := sorted(tiers.keys() - peak_memory.TIER_BYTES.keys()):
+        raise JobError(f"[model.tier] {unknown[0]}: there are {', '.join(peak_memory.TIER_BYTES)}")
+    common = {key: value for key, value in plain.items() if key in ("input", "classes", "task", "seed")}
+    return {tier: {**(common if "name" in table else plain), **table} for tier, table in tiers.items()}
+
+
 def _require_params_in_table(table: Mapping[str, Any]) -> None:
     if not isinstance(method := table.get("method"), str):
         return  # `convert_table` reports a missing method
@@ -347,7 +361,7 @@ def make_paths_absolute(table: Mapping[str, Any], folder: Path) -> dict[str, Any
             key: toml.absolute_path(value, folder)
             if isinstance(value, str)
             and (key in ("path", "vocabulary") or (key in ("weights", "classes") and (folder / value).exists()))
-            else (anchor_paths(value) if key in ("sources", "text") else value)
+            else (anchor_paths(value) if key in ("sources", "text", "tier", *peak_memory.TIER_BYTES) else value)
             for key, value in entry.items()
         }
 
@@ -446,6 +460,10 @@ def required_packages(job: JobSettings, bundle: Bundle) -> dict[str, str]:
     return dict(sorted({**packages, **(bundle_packages if isinstance(bundle_packages, Mapping) else {})}.items()))
 
 
+def _network_keys(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key not in ("input", *NOT_NETWORK)}
+
+
 def require_matching_bundle(job: JobSettings, bundle: Bundle) -> None:
     """Raise JobError if a bundle was visibly prepared for another job.
 
@@ -454,10 +472,12 @@ def require_matching_bundle(job: JobSettings, bundle: Bundle) -> None:
     """
     bundle_network = dict(bundle.meta.get("network", {}))
     bundle_input = bundle.meta.get("input") or bundle_network.pop("input", None) or {}
-    network = {key: value for key, value in job.model.items() if key not in ("input", *NOT_NETWORK)}
+    network = _network_keys(job.model)
+    bundle_tiers = {tier: _network_keys(meta["network"]) for tier, meta in bundle.meta.get("tiers", {}).items()}
     job_input = job.input or job.model.get("input") or {}
     differing = []
-    if network and network != {key: value for key, value in bundle_network.items() if key != "input"}:
+    tiers = {tier: _network_keys(table) for tier, table in tier_models(job.model).items()}
+    if network and (network, tiers) != (_network_keys(bundle_network), bundle_tiers):
         differing.append("[model]")
     if any(_lists_from_tuples(bundle_input.get(key)) != _lists_from_tuples(value) for key, value in job_input.items()):
         differing.append("[input]")

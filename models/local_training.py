@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import msgspec
@@ -55,6 +55,20 @@ def initial_state(bundle: core.Bundle, params: Any) -> NetworkState:
     flops, example_bytes = float(bundle.meta.get("flops", 0)), int(bundle.meta.get("example_bytes", 0))
     layers = cost_model.parse_layers(bundle.meta) if "layers" in bundle.meta else ()
     return NetworkState(table, network, model, flops, example_bytes, layers=layers)
+
+
+def initial_states_by_tier(bundle: core.Bundle, params: Any) -> dict[str, NetworkState]:
+    """Return the first state of each network: of a tier with a network of its own, and as "" of all other devices."""
+    states = {"": initial_state(bundle, params)}
+    for tier, meta in bundle.meta.get("tiers", {}).items():
+        prefix = f"{tier}/"
+        files = {name.removeprefix(prefix): ref for name, ref in bundle.files.items() if name.startswith(prefix)}
+        states[tier] = initial_state(core.Bundle(meta, files, partial(_load_with_prefix, bundle, prefix)), params)
+    return states
+
+
+def _load_with_prefix(bundle: core.Bundle, prefix: str, name: str) -> core.Tensors:
+    return bundle.load(prefix + name)
 
 
 def training_task_spec(

@@ -66,6 +66,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # method -> network, and how l
     "fedprox": ("perceptron", {"engine": "numpy", "params": {"lr": 0.1, "batch": 8, "epochs": 150}}),
     "scaffold": ("batch-norm", {"engine": "torch", "params": {"lr": 0.05, "batch": 8, "epochs": 3}}),  # private state
     "ditto": ("perceptron", {"engine": "numpy", "params": {"lr": 0.01, "batch": 8, "epochs": 80}}),  # likewise
+    "apfl": ("batch-norm", {"engine": "torch", "params": {"lr": 0.05, "batch": 8, "epochs": 2}}),
+    "fedala": ("batch-norm", {"engine": "torch", "params": {"lr": 0.05, "batch": 8, "epochs": 2, "first_passes": 2}}),
+    "fedproto": ("batch-norm", {"engine": "torch", "params": {"lr": 0.05, "batch": 8, "epochs": 2}}),
 }
 
 

@@ -156,6 +156,51 @@ def fedfina(network: str) -> set[str]:
     return bundle_of(network).load("model").keys() - set(WEIGHTS[network][-2:])
 
 
+def last_layers(network: str) -> set[str]:
+    """The last two layers, with the buffers of their modules."""
+    return with_buffers(network, names_of(network, [*LAYERS[network]][-2:]))
+
+
+def first_layers(network: str) -> set[str]:
+    return bundle_of(network).load("model").keys() - last_layers(network)
+
+
+def fedala(network: str, model: Model, run: Played) -> Model:
+    """W of the last two layers, by 0.5 d * gradient on half of the examples, d = received - own; then FedAvg."""
+    blended = sorted(last_layers(network) & set(parameters(network)))
+    own, weights = dict[str, Model](), dict[str, dict[str, Any]]()
+    for round in range(3):
+        for each in members():
+            rng, start = generator(each.device, round), model
+            if round:
+                old = {name: torch.tensor(own[each.device][name]) for name in blended}
+                difference = {name: torch.tensor(model[name]) - old[name] for name in blended}
+                w = weights.setdefault(each.device, {name: torch.ones_like(old[name]) for name in blended})
+                rows = rng.permutation(len(each.train))[: -(-len(each.train) // 2)]
+                orders = [rng.permutation(len(rows)) for _ in range(2 if round == 1 else 1)]
+                rng.integers(2**53)  # the engine's seed of dropout
+                mixed = lambda: {name: (old[name] + difference[name] * w[name]).numpy() for name in blended}  # noqa: B023, E731
+                plain = Plain(network, {**model, **mixed()}, blended)
+                for order in orders:
+                    for part in batches(rows[order]):
+                        found = plain.gradients(each.train, part)
+                        for name in blended:
+                            w[name] = (w[name] - 0.5 * difference[name] * found[name]).clamp(0, 1)
+                        plain.move(
+                            {name: plain.values[name].detach() - torch.tensor(mixed()[name]) for name in blended}
+                        )
+                start = {**model, **mixed()}
+            plain = Plain(network, start)
+            plain.descend(each.train, rng.permutation(len(each.train)))
+            own[each.device] = plain.state(model)
+        model = mean([own[each.device] for each in members()])
+    kept = {
+        device: {**own[device], **{f"/weight/{name}": each.numpy() for name, each in w.items()}}
+        for device, w in weights.items()
+    }
+    return model | own_of(kept)
+
+
 def squares(plain: Plain, member: Any, each: int) -> Model:
     """Mean over groups of `each` examples of the squared gradient of a group's mean loss, in evaluation mode."""
     plain.module.eval()

@@ -7,12 +7,16 @@ numpy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import difficult_networks
 import numpy as np
 import torch
 from plain_training import (
     LR,
     ROUNDS,
+    SEED,
     SIZES,
     Model,
     Plain,
@@ -29,6 +33,7 @@ from plain_training import (
 )
 from torch import nn
 
+from fedquilt.arrays import tensors
 from fedquilt.models.networks import registry
 
 
@@ -112,6 +117,52 @@ def scaffold(network: str, model: Model, run: Played) -> Model:
     return model | own_of(own)
 
 
+def feddyn(network: str, model: Model, run: Played) -> Model:
+    """alpha = 0.5: g - g_k + alpha (y - x); g_k and h lose alpha (y - x); x is the mean of y, less h / alpha."""
+    names = parameters(network)
+    h = {name: np.zeros(model[name].shape) for name in names}
+    own = {each.device: {name: np.zeros_like(model[name]) for name in names} for each in members()}
+    for round in range(ROUNDS):
+        sent, first = [], {name: torch.tensor(array) for name, array in model.items()}
+        for each in members():
+            slope = {name: torch.tensor(array) for name, array in own[each.device].items()}
+            add = lambda name, gradient, value: gradient - slope[name] + 0.5 * (value - first[name])  # noqa: B023, E731
+            sent.append(local(network, model, each, round, add))
+            own[each.device] = {
+                name: own[each.device][name] - np.float32(0.5) * (sent[-1][name] - model[name]) for name in names
+            }
+        found = mean(sent, None)
+        for name in names:
+            h[name] = h[name] - 0.5 / 3 * sum(y[name].astype(float) - model[name] for y in sent)
+            found[name] = (np.mean([y[name].astype(float) for y in sent], axis=0) - h[name] / 0.5).astype(np.float32)
+        model = found
+    return model | own_of(own)
+
+
+def apfl(network: str, model: Model, run: Played) -> Model:
+    """m = a v + (1 - a) w with a = 0.3 at first: v by a grad f(m), a by <v - w, grad f(m)>, w by its own gradient."""
+    own, shares = {each.device: model for each in members()}, {each.device: 0.3 for each in members()}
+    for round in range(ROUNDS):
+        sent = []
+        for each in members():
+            w, mixed, a = Plain(network, model), Plain(network, own[each.device]), shares[each.device]
+            v = {name: value.detach().clone() for name, value in mixed.values.items()}
+            for rows in batches(generator(each.device, round).permutation(len(each.train))):
+                with torch.no_grad():
+                    for name, value in mixed.values.items():
+                        value.copy_(a * v[name] + (1 - a) * w.values[name])
+                found, plain = mixed.gradients(each.train, rows), w.gradients(each.train, rows)
+                slope = sum(float(((v[name] - w.values[name].detach()) * g).sum()) for name, g in found.items())
+                v = {name: v[name] - LR * a * g for name, g in found.items()}
+                w.move({name: LR * g for name, g in plain.items()})
+                a = min(max(a - LR * slope, 0.0), 1.0)
+            sent.append(w.state(model))
+            own[each.device] = {**mixed.state(model), **{name: value.numpy() for name, value in v.items()}}
+            shares[each.device] = a
+        model = mean(sent)
+    return model | own_of({device: {**v, "/alpha": np.array(shares[device])} for device, v in own.items()})
+
+
 def pfedme(network: str, model: Model, run: Played) -> Model:
     """Two steps of theta on each mini-batch with the pull 5 (theta - w), then w <- w - 0.02 * 5 (w - theta)."""
     thetas: dict[str, Plain] = {}
@@ -189,6 +240,86 @@ def fedrep(network: str, model: Model, run: Played) -> Model:
         found = mean(sent)
         model = {name: model[name] if name in head else found[name] for name in model}
     return model | own_of(own)
+
+
+def fedproto(network: str, model: Model, run: Played) -> Model:
+    """The mean of f over all examples as C."""
+    return prototyped(network, model, run, lambda round, means, counts: np.average(means, 0, counts))
+
+
+def fedtgp(network: str, model: Model, run: Played) -> Model:
+    """C = F(v): four epochs at the rate 0.05 in mini-batches of three, by autograd; the margin is at most 0.5."""
+    begun = {name: torch.tensor(array).double().requires_grad_() for name, array in run.states[0].generator.items()}
+
+    def train(round: int, means: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        device, labels = np.nonzero(counts[:, :, 0])
+        points, held = torch.tensor(means[device, labels]), counts[:, :, 0] > 0
+        middles = [means[held[:, label], label].mean(0) for label in range(3) if held[:, label].any()]
+        margin = min(0.5, max(float(np.linalg.norm(one - other)) for one in middles for other in middles))
+        rng = tensors.seeded_rng(SEED, round)
+        for _ in range(4):
+            order = rng.permutation(len(points))
+            for rows in (order[first : first + 3] for first in range(0, len(order), 3)):
+                distances = torch.cdist(points[rows], generated(begun), compute_mode="donot_use_mm_for_euclid_dist")
+                scores = -distances - margin * torch.nn.functional.one_hot(torch.tensor(labels[rows]), 3)
+                loss = torch.nn.functional.cross_entropy(scores, torch.tensor(labels[rows]))
+                for value, slope in zip(begun.values(), torch.autograd.grad(loss, list(begun.values())), strict=True):
+                    value.data -= 0.05 * slope
+        for value in begun.values():
+            value.data = value.data.float().double()  # as the state stores them
+        return generated(begun).detach().numpy()
+
+    return prototyped(network, model, run, train)
+
+
+def generated(layers: dict[str, Any]) -> Any:
+    hidden = torch.relu(layers["v"] @ layers["w1"].T + layers["b1"])
+    return hidden @ layers["w2"].T + layers["b2"]
+
+
+def prototyped(network: str, model: Model, run: Played, combine: Callable[[int, Any, Any], np.ndarray]) -> Model:
+    """Cross entropy + 0.5 |f - C_y|^2 / d on each device's own model; C is made of mean features and counts."""
+    own, shape = {each.device: model for each in members()}, model[f"{head_of(network)}weight"].shape
+    middle, known = torch.zeros(shape), torch.zeros(3)
+    for round in range(ROUNDS):
+        means, counts = [], []
+        for each in members():
+            plain = Plain(network, own[each.device])
+            seen, entropy = features_of(plain, network), plain.loss
+
+            def loss(share: Any, rows: Any, seen: Any = seen, entropy: Any = entropy) -> Any:
+                value, labels = entropy(share, rows), share.y[rows]
+                return value + 0.5 * ((seen[-1] - middle[labels]).square().mean(1) * known[labels]).mean()  # noqa: B023
+
+            plain.loss = loss  # type: ignore[method-assign]
+            plain.descend(each.train, generator(each.device, round).permutation(len(each.train)))
+            own[each.device], sums = plain.state(model), np.zeros(shape)
+            np.add.at(sums, each.train.y, evaluated_features(plain, network, each))
+            count = np.bincount(each.train.y, minlength=3)[:, None]
+            means.append((sums / np.maximum(count, 1)).astype(np.float32).astype(float))
+            counts.append(np.broadcast_to(count, shape))
+        middle, known = torch.tensor(combine(round, np.stack(means), np.stack(counts))).float(), torch.ones(3)
+    np.testing.assert_allclose(run.states[-1].prototypes, middle.numpy(), rtol=1e-6, atol=1e-6)
+    return model | own_of(own)
+
+
+def features_of(plain: Plain, network: str) -> list[Any]:
+    """The inputs of the head in every forward pass from now on, in order."""
+    seen: list[Any] = []
+    plain.module.get_submodule(head_of(network)[:-1]).register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0])
+    )
+    return seen
+
+
+def evaluated_features(plain: Plain, network: str, member: Any) -> np.ndarray:
+    plain.module.eval()
+    for inner in plain.module.modules():
+        inner._forward_pre_hooks.clear()
+    seen = features_of(plain, network)
+    with torch.no_grad():
+        plain.scores(member.train.x)
+    return seen[0].numpy().astype(np.float64)
 
 
 def head_of(network: str) -> str:

@@ -238,9 +238,9 @@ def played(
     return found
 
 
-def require_equal(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> None:
-    """Compare all tensors to 2e-5, and those of 16 bits to 2e-3."""
+def require_equal(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray], close: float) -> None:
+    """Compare all tensors, and those of 16 bits to 2e-3."""
     assert found.keys() == wanted.keys()
     for key, array in wanted.items():
-        close = 2e-3 if array.dtype == np.float16 else 2e-5
-        np.testing.assert_allclose(found[key], array, rtol=close, atol=close, err_msg=key)
+        tolerance = 2e-3 if array.dtype == np.float16 else close
+        np.testing.assert_allclose(found[key], array, rtol=tolerance, atol=tolerance, err_msg=key)

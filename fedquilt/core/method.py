@@ -180,11 +180,14 @@ class Aggregation:
 class Traits:
     """Properties of a method that control its jobs."""
 
+    sent_data: str = "the model"  # data that a device sends in a round, in words
+    private_data: str = ""  # data that stays on a device from task to task, in words, or "" if it keeps none
     exact_updates: bool = False  # updates must not be rounded by a lossy codec
     refused_codecs: Mapping[str, str] = field(default_factory=dict)  # other unsupported codecs, each with a reason
     unequal_epochs: bool = False  # devices of a round may train for unequal numbers of `epochs`
     replaces_private_state: bool = False  # a device that lost its private state starts without it, else declines
     prediction_tasks: Sequence[str] = ("classes", "regression", "labels")  # `fedquilt.metrics`
+    tier_networks: bool = False  # devices of a memory tier may have a network of their own, `[model.tier]`
     per_device_data: str = ""  # data of each update that a round stores besides sums, in words
     equal_classes: bool = False  # models assume equally frequent classes
     frozen_weights: str = ""  # initial weights that are never trained, in words; `prepare` warns if they are random
@@ -299,8 +302,11 @@ class Step:
     """Optimiser step on a mini-batch: learning rate of each tensor and an additional loss term."""
 
     rate: Callable[[str], float] = lambda name: 1.0  # tensor name -> factor of `Fit.lr`, 0 for a frozen tensor
-    penalty: Callable[[Any, Any, Any, Mapping[str, Any]], Any] | None = None
-    """(module, x, scores, anchors) -> scalar of the engine that is added to the mean loss of the examples."""
+    penalty: Callable[[Any, Any, Any, Any, Mapping[str, Any]], Any] | None = None
+    """(module, x, y, scores, anchors) -> scalar of the engine that is added to the mean loss of the examples.
+
+    x are the network's inputs and y the targets of a mini-batch, or of a part of one.
+    """
     before_step: Callable[[Any], None] | None = None  # (module) -> None; called before the first part of a mini-batch
     exits: Callable[[], Sequence[Any]] | None = None  # scores of all exits, whose losses are summed
 

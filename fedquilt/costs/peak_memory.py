@@ -6,7 +6,7 @@ Only `measure_training` imports torch. Constants were fitted on x86-64 (torch 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -262,6 +262,12 @@ def tier_from_profile(profile: Profile | None) -> str:
         return ""
     tiers = (name for name, size in reversed(TIER_BYTES.items()) if profile.budget_bytes >= size)
     return next(tiers, BELOW_SMALLEST_TIER)
+
+
+def largest_tier_within(profile: Profile | None, tiers: Collection[str]) -> str:
+    """Return the largest of the given tiers within a device's budget, or "" if there is none."""
+    budget_bytes = profile.budget_bytes if profile is not None else 0
+    return next((name for name in reversed(TIER_BYTES) if name in tiers and budget_bytes >= TIER_BYTES[name]), "")
 
 
 def fits_budget(budget_bytes: int, engines: Iterable[str], work: WorkEstimate) -> bool:

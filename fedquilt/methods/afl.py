@@ -235,5 +235,10 @@ METHOD = core.Method(
     result=result,
     is_done=done,
     explain=lambda state: state.log,
-    traits=core.Traits(prediction_tasks=("classes",), exact_updates=True),  # moments are solved for
+    traits=core.Traits(  # moments are solved for
+        sent_data="second moments of the features, in one round",
+        private_data="the draw of its examples",
+        prediction_tasks=("classes",),
+        exact_updates=True,
+    ),
 )

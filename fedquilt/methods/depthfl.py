@@ -127,7 +127,7 @@ class Exits:
         self.scores += [] if final_scores is None else [final_scores]
         return torch.stack(self.scores).mean(dim=0) if len(self.scores) > 1 else self.scores[0]
 
-    def divergence(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
+    def divergence(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
         """Return c(t)/(d - 1) * sum_i sum_{j != i} KL(p_j || p_i)."""
         import torch
 
@@ -193,7 +193,9 @@ METHOD = replace(
     paper="ICLR 2023 (DepthFL)",
     params=Params,
     engines=("torch",),
-    traits=replace(fedavg.METHOD.traits, prediction_tasks=("classes",)),  # exits share distributions over classes
+    traits=replace(  # exits share distributions over classes
+        fedavg.METHOD.traits, sent_data="the first stages and exits, by its memory tier", prediction_tasks=("classes",)
+    ),
     init=init,
     send=send,
     common_task=False,

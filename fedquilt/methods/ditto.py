@@ -25,7 +25,7 @@ from fedquilt.arrays import tensors
 from fedquilt.methods import fedavg, fedlora
 from fedquilt.models import local_training
 
-TRAITS = replace(fedavg.METHOD.traits, training_passes=2, model_copies=2)
+TRAITS = replace(fedavg.METHOD.traits, private_data="its personal model", training_passes=2, model_copies=2)
 
 
 @dataclass(frozen=True)

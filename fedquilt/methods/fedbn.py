@@ -82,6 +82,11 @@ def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
 
 METHOD = replace(
     fedavg.METHOD,
+    traits=replace(
+        fedavg.METHOD.traits,
+        sent_data="the model without batch normalisation",
+        private_data="tensors of batch normalisation",
+    ),
     paper="arXiv 2102.07623",
     state=State,
     init=init,

@@ -33,4 +33,10 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
     return fedrep.split_state(initial, initial.model.keys() - shared_names)
 
 
-METHOD = replace(parfed.METHOD, paper="as in arXiv 2504.14628", params=Params, init=init)
+METHOD = replace(
+    parfed.METHOD,
+    traits=replace(parfed.METHOD.traits, sent_data="the last convolutions", private_data="all other tensors"),
+    paper="as in arXiv 2504.14628",
+    params=Params,
+    init=init,
+)

@@ -128,6 +128,9 @@ def explain(state: State) -> list[str]:
 
 METHOD = replace(
     parfed.METHOD,
+    traits=replace(
+        parfed.METHOD.traits, sent_data="gradient sizes, then the learnGene", private_data="all other tensors"
+    ),
     paper="arXiv 2106.06788, as in arXiv 2504.14628",
     params=Params,
     state=State,

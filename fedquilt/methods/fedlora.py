@@ -27,7 +27,12 @@ from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import lora
 
-TRAITS = replace(fedavg.METHOD.traits, frozen_weights="all but the head", model_copies="mu")
+TRAITS = replace(
+    fedavg.METHOD.traits,
+    sent_data="low-rank adapters and the head",
+    frozen_weights="all but the head",
+    model_copies="mu",
+)
 
 
 @dataclass(frozen=True)

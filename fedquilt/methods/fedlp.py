@@ -92,6 +92,7 @@ def step(state: NetworkState, total: FedLPSums | None) -> NetworkState:
 
 METHOD = replace(
     fedavg.METHOD,
+    traits=replace(fedavg.METHOD.traits, sent_data="a random part of the layers"),
     paper="arXiv 2303.06360",
     params=Params,
     send=send,

@@ -148,6 +148,7 @@ def fold(state: State, accumulator: HeteroFLSums | None, update: core.DeviceUpda
 
 METHOD = replace(
     heterofl.METHOD,
+    traits=replace(heterofl.METHOD.traits, sent_data="the predictor"),
     paper="arXiv 2402.08578",
     params=Params,
     state=State,

@@ -39,7 +39,13 @@ from fedquilt.models.partial import masks
 from fedquilt.models.partial.masks import MaskPlan
 
 PLAIN = replace(fedavg.METHOD.traits, model_copies="mu")
-TRAITS = replace(PLAIN, training_passes=2, per_device_data="what every device has published of its mask")
+TRAITS = replace(
+    PLAIN,
+    sent_data="the trained subnetwork and its mask",
+    private_data="scores of the mask",
+    training_passes=2,
+    per_device_data="what every device has published of its mask",
+)
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 METHOD = replace(
     fedavg.METHOD,
+    traits=replace(fedavg.METHOD.traits, sent_data="the representation", private_data="its head"),
     paper="arXiv 2102.07078",
     params=Params,
     state=State,

@@ -297,7 +297,7 @@ def make_branch_hooks(task: core.Task, received: core.Tensors, branch: core.Tens
             return float(params["lr_own"] / params["lr"])
         return float(name in received or name in branch)  # a private head learns at the shared rate
 
-    def penalty(module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
+    def penalty(module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
         total = 0.0 * scores.sum()
         for name, value in module.named_parameters():
             suffix = name.rpartition(".")[2]
@@ -335,6 +335,9 @@ METHOD = replace(
     explain=lambda state: state.told,
     personal_model=personal,
     traits=replace(
-        fedlora.METHOD.traits, per_device_data="changes of adapters and head, `most` of them, which are compared"
+        fedlora.METHOD.traits,
+        sent_data="changes of adapters and head",
+        private_data="its adapters and gates",
+        per_device_data="changes of adapters and head, `most` of them, which are compared",
     ),
 )

@@ -316,6 +316,8 @@ METHOD = Method(
     is_done=lambda state: state.phase == "done",
     explain=lambda state: state.log,
     traits=Traits(
+        sent_data="scores of candidates, and moments of features",
+        private_data="the draw of its examples, and Gram matrices",
         prediction_tasks=("classes",),  # donors are classifiers
         equal_classes=True,  # heads are linear discriminants with equal priors
         exact_updates=True,  # linear systems are solved from the moments, and votes are counted

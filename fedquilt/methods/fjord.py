@@ -138,6 +138,7 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
 
 METHOD = replace(
     heterofl.METHOD,
+    traits=replace(heterofl.METHOD.traits, sent_data="the sub-network of its memory tier"),
     paper="arXiv 2102.13451",
     params=Params,
     init=heterofl.initial_width_state,

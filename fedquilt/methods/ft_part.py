@@ -18,6 +18,7 @@ from msgspec import Meta
 from fedquilt import core
 from fedquilt.methods import fedavg, fedrep, ft_full
 from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,20 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> fedrep.State:
         ModelError: If the network has no last linear layer.
     """
     initial = fedavg.init(bundle, params, seed)
+    return fedrep.split_state(initial, initial.model.keys() - last_layer_tensors(initial, params.layers))
+
+
+def last_layer_tensors(initial: NetworkState, count: int) -> set[str]:
+    """Return the names of the tensors of the last `count` layers, with the statistics of their normalisations.
+
+    Raises:
+        ModelError: If the network has no last linear layer, which is the last of the layers.
+    """
     layers, head = initial.register.parameters_by_layer(), initial.register.find_classifier()
     if head is None:
-        raise core.ModelError("the network has no last linear layer to fine-tune: choose another method")
-    ordered_layers = [*(name for name in layers if name != head), head]
-    trained_names = {
-        entry.name for entry in initial.register.tensors if entry.layer in ordered_layers[-params.layers :]
-    }
-    return fedrep.split_state(initial, initial.model.keys() - trained_names)
+        raise core.ModelError("the network has no last linear layer: choose another method")
+    last_layers = [*(name for name in layers if name != head), head][-count:]
+    return {entry.name for entry in initial.register.tensors if entry.layer in last_layers}
 
 
 def send(state: fedrep.State, device: core.DeviceView) -> core.TaskSpec | None:
@@ -87,5 +94,7 @@ METHOD = replace(
     check=check,
     result=result,
     personal_model=None,
-    traits=replace(fedrep.METHOD.traits, frozen_weights="all but the last layers"),
+    traits=replace(
+        fedrep.METHOD.traits, sent_data="the last layers", private_data="", frozen_weights="all but the last layers"
+    ),
 )

@@ -52,6 +52,8 @@ PREFIX = "layer."  # prefix of bundles: one for each layer, so that only changed
 
 
 TRAITS = core.Traits(
+    sent_data="a fingerprint of its data, then the learnGene",
+    private_data="its model",
     prediction_tasks=("classes",),  # L_t follows the devices' accuracy
     exact_updates=True,  # fingerprints are directions of length 1
     per_device_data="every fingerprint of the first round, and the sums of each cluster",

@@ -296,6 +296,9 @@ def step(state: State, total: HeteroFLSums | None) -> State:
 
 METHOD = replace(
     fedavg.METHOD,
+    traits=replace(
+        fedavg.METHOD.traits, sent_data="the sub-network of its memory tier and, with `masked`, its classes"
+    ),
     paper="arXiv 2010.01264",
     params=Params,
     state=State,

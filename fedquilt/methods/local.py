@@ -80,5 +80,7 @@ METHOD = replace(
     step=step,
     result=result,
     personal_model=personal,
-    traits=core.Traits(replaces_private_state=False),  # a device's own model is the purpose of the training
+    traits=core.Traits(  # a device's own model is the purpose of the training
+        sent_data="nothing", private_data="its model", replaces_private_state=False
+    ),
 )

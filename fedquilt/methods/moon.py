@@ -25,7 +25,7 @@ from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
-TRAITS = replace(fedavg.METHOD.traits, forward_passes=2, model_copies=2)
+TRAITS = replace(fedavg.METHOD.traits, private_data="its previous model", forward_passes=2, model_copies=2)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ContrastiveHooks:
         module.get_submodule(self._head).register_forward_pre_hook(self._record_input)
         return module
 
-    def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
+    def penalty(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
         """Return the contrastive loss mu * l_con of a mini-batch, a scalar (Eq. 3 and 4)."""
         import torch
         from torch.nn import functional as F

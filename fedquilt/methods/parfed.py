@@ -72,6 +72,11 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
 
 METHOD = replace(
     fedrep.METHOD,
+    traits=replace(
+        fedrep.METHOD.traits,
+        sent_data="all but the last convolutions",
+        private_data="the last convolutions, and statistics",
+    ),
     paper="NeurIPS 2021 (PartialFed), as in arXiv 2504.14628",
     params=Params,
     init=init,

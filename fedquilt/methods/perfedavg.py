@@ -72,7 +72,16 @@ class MetaStep:
 
 def send(state: NetworkState, device: DeviceView) -> TaskSpec:
     """Return the task spec to train at twice FedAvg's cost, with one more copy of the model."""
-    return local_training.training_task_spec(state, {"model": state.model}, TRAITS)
+    return with_adaptation(local_training.training_task_spec(state, {"model": state.model}, TRAITS), state)
+
+
+def with_adaptation(task_spec: TaskSpec, state: NetworkState) -> TaskSpec:
+    """Return the task spec with the cost of the adaptation in an evaluation."""
+    epochs = state.params["adapt_epochs"]
+    if not epochs or not state.params["alpha"] or task_spec.check is None:
+        return task_spec
+    adaptation = local_training.training_work(replace(state, params={**state.params, "epochs": epochs}))
+    return replace(task_spec, check=task_spec.check.add(adaptation))
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
@@ -89,7 +98,7 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the received model on the held-out examples, after its adaptation to the device's examples."""
     model, alpha, epochs = site.load("model"), task.params["alpha"], task.params["adapt_epochs"]
     if alpha and epochs and len(site.train):
-        fit = replace(local_training.fit_from_task(task), lr=alpha, epochs=epochs)
+        fit = replace(local_training.fit_from_task(task), lr=alpha, epochs=epochs, momentum=0.0, nesterov=False)
         model, _ = site.engine.train(task.params["network"], model, site.train, fit, site.rng, progress=site.progress)
     return site.engine.evaluate(task.params["network"], model, site.held_out)
 

@@ -28,7 +28,7 @@ from fedquilt.methods import ditto, fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
-TRAITS = replace(fedavg.METHOD.traits, training_passes="inner", model_copies=2)
+TRAITS = replace(fedavg.METHOD.traits, private_data="its personal model", training_passes="inner", model_copies=2)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class MoreauEnvelope:
             *[Step(penalty=self.penalty)] * (inner - 1),
         )
 
-    def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
+    def penalty(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
         """Return the proximal term lambda/2 |theta - w|^2."""
         if not self._w:
             self._w = {name: anchors["w"][name] for name, _ in module.named_parameters()}

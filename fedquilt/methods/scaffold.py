@@ -40,7 +40,9 @@ TOPK: Final = (
 )
 
 
-TRAITS = replace(fedavg.METHOD.traits, refused_codecs={"topk": TOPK}, model_copies=2)
+TRAITS = replace(
+    fedavg.METHOD.traits, private_data="its control variate c_i", refused_codecs={"topk": TOPK}, model_copies=2
+)
 
 
 @dataclass(frozen=True)

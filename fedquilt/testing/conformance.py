@@ -378,6 +378,15 @@ def update_contains_no_private_state(name: str) -> None:
         assert client_result.bundles.keys().isdisjoint({"local", "private"})
 
 
+def private_state_is_declared(name: str) -> None:
+    """Assert that `Traits.private_data` names what devices keep, if they keep anything."""
+    scenario, _, _, runs = record_run(name)
+    kept = sorted({tensor for _, client_result in runs for tensor in client_result.private_state})
+    assert scenario.method.traits.private_data or not kept, (
+        f"devices keep {', '.join(kept[:3])}: name it in private_data"
+    )
+
+
 def client_half_keeps_inputs(name: str) -> None:
     """Assert that `work` does not modify the private state or the examples of a device."""
     scenario = make_scenario(name)
@@ -409,6 +418,7 @@ CHECKS: Final[tuple[Callable[[str], None], ...]] = (
     state_on_disk_gives_same_result,
     accumulator_does_not_grow,
     update_contains_no_private_state,
+    private_state_is_declared,
     client_half_keeps_inputs,
 )
 """Checks of a method by its name. A method that depends on memory is checked again with MIXED_SUFFIX appended."""

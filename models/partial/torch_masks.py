@@ -99,13 +99,15 @@ class MaskHooks:
         mask = masks[0] if len(masks) == 1 else torch.cat(masks)
         return mask if repeat == 1 else mask.repeat_interleave(repeat)
 
-    def _diversity_penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> torch.Tensor:
+    def _diversity_penalty(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> torch.Tensor:
         """Return -lambda ||theta_i - theta_{g without i}||^2, summed over neurons (FedPeWS, Eq. 6)."""
         assert self._others_mean is not None
         theta = torch.sigmoid(getattr(module, SCORES))
         return -self._diversity * torch.square(theta - self._others_mean.to(theta.device)).sum()
 
-    def _proximal_penalty(self, module: nn.Module, x: Any, scores: Any, anchors: Mapping[str, Any]) -> torch.Tensor:
+    def _proximal_penalty(
+        self, module: nn.Module, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]
+    ) -> torch.Tensor:
         """Return mu/2 ||(x - x_g) M||^2."""
         parts = []
         for name, value in module.named_parameters():

@@ -117,8 +117,8 @@ def test_a_model_goes_to_no_device_whose_runtime_is_too_old_for_it(ground):
     said = view.format_event(state, told(ground, RolloutStarted)[0])
     assert said == (
         "started: model digits; left out: b-000 (onnxruntime 1.19.2 supports opset 21 and IR version 10 at most, but "
-        "the model has opset 25 and IR version 10: export it with opset_version=21 and IR version 10, or install a newer "
-        "ONNX Runtime on the device)"
+        "the model has opset 25 and IR version 10: export it with opset_version=21 and IR version 10, or install a "
+        "newer ONNX Runtime on the device)"
     )
     assert state.count_outcomes() == {"committed": 2}
     ground.fleet(1, versions={"onnxruntime": "1.20.1"})

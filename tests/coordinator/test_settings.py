@@ -41,7 +41,7 @@ def test_paths_are_taken_from_the_job_files_folder(tmp_path):
     ("text", "said"),
     [
         ("name = ", "not TOML"),
-        ('name = "j"\nmethod = "fedavgg"\n', "did you mean 'fedavg'? There are: afl, depthfl, ditto, fedavg"),
+        ('name = "j"\nmethod = "fedavgg"\n', "did you mean 'fedavg'? There are: afl, apfl, depthfl, ditto"),
         ('name = "j"\nmethod = "fedavg"\nround = 3\n', "there is no key 'round'"),
         (
             'name = "j"\nmethod = "fedavg"\n[cohort]\nselect = ["Lab"]\n',

@@ -106,7 +106,7 @@ def test_a_penalty_is_the_correction_that_is_its_gradient(budget: int):
     The loss told is the network's own, without the penalty.
     """
 
-    def penalty(module, x, scores, anchors):
+    def penalty(module, x, y, scores, anchors):
         return sum(((value - anchors["start"][name]) ** 2).sum() for name, value in module.named_parameters()) / 2
 
     by_loss, told = changed(torch_one, Hooks(steps=(Step(penalty=penalty),)), budget=budget)
@@ -120,7 +120,7 @@ def test_a_penalty_is_the_correction_that_is_its_gradient(budget: int):
 
 def test_a_penalty_that_is_not_finite_is_refused():
     with pytest.raises(UpdateError, match="the loss became NaN at step 1"):
-        changed(torch_one, Hooks(steps=(Step(penalty=lambda module, x, scores, anchors: 0 * scores.sum() / 0),)))
+        changed(torch_one, Hooks(steps=(Step(penalty=lambda module, x, y, scores, anchors: 0 * scores.sum() / 0),)))
 
 
 def masked(module):

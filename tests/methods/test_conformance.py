@@ -25,7 +25,7 @@ from fedquilt.testing.toy_networks import (
 # What `Traits.per_device_data` names takes so much here for each device: FedPeWS has two bytes for each of the toy
 # network's 5 neurons, and a header; GENE-FL up to four clusters; a whole model takes 212 bytes, FedSDG's adapters and
 # head 424; a device's moments of 96 features 15 kB, which FedStitch keeps until all of them are larger than their sum
-FOR_EACH_BYTES = {"fedstitch": 15_000, "fedpews": 160, "genefl": 250, "robust": 500, "fedsdg": 600}
+FOR_EACH_BYTES = {"fedstitch": 15_000, "fedpews": 160, "genefl": 250, "robust": 500, "fedsdg": 600, "fedtgp": 250}
 
 CUT = ("depthfl", "fedepth", "fedlps", "fedpews", "fedpews_fixed", "fjord", "heterofl")  # need parts to leave out
 UNFIT = {  # method, and which of NETWORKS it refuses: no linear layers to adapt, or nothing that can be left out

@@ -21,7 +21,7 @@ from fedquilt.core import (
     UpdateError,
 )
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.methods import ditto, fedavg, fedrep, local, perfedavg, pfedme
+from fedquilt.methods import ditto, fedavg, feddyn, fedper, fedrep, local, perfedavg, pfedme
 from fedquilt.testing.toy_networks import deliver_task, point_devices, run_method, toy_bundle
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
@@ -82,6 +82,7 @@ def one(method: Method, engine: Any, **params: Any) -> tuple[Task, ClientContext
         ("fedrep", {"head": ()}, False),
         ("fedrep", {"head": ()}, True),
         ("perfedavg", {"alpha": 0.0}, True),
+        ("apfl", {"alpha": 0.0, "adaptive": False}, True),
         ("fedlp", {"keep": 1.0}, False),
     ],
 )
@@ -143,7 +144,7 @@ class Parabola:
                     step.before_step(module)
                 loss = self.curvature / 2 * (module.x - self.place).square().sum()
                 if step.penalty:
-                    loss = loss + step.penalty(module, None, None, anchors)
+                    loss = loss + step.penalty(module, None, None, None, anchors)
                 (gradient,) = torch.autograd.grad(loss, [module.x])
                 if hooks.correct_gradient:
                     gradient = hooks.correct_gradient(
@@ -253,6 +254,43 @@ def test_a_head_of_several_layers_is_named():
         fedrep.init(convolutional, fedrep.Params(), 0)
 
 
+def test_a_device_of_feddyn_that_keeps_another_networks_slope_is_refused():
+    task, site = one(methods.load("feddyn"), numpy_one())
+    with pytest.raises(UpdateError):
+        feddyn.work(task, replace(site, private_state={"9.weight": np.zeros(2, np.float32)}))
+
+
+def test_feddyns_h_is_the_mean_of_what_the_devices_keep():
+    """With m = 4 and three devices, whose g_k are kept: h = sum_k g_k / 4, and x = mean y - h / alpha."""
+    played = Played("feddyn", rounds=2, alpha=0.5, devices=4)
+    last = dict(played.answers[-3:])
+    for name, h in played.states[-1].h.items():
+        wanted = sum(answer.private_state[name].astype(float) for answer in last.values()) / 4
+        np.testing.assert_allclose(h, wanted, atol=1e-6)
+        mean = sum(answer.bundles["model"][name].astype(float) for answer in last.values()) / 3
+        np.testing.assert_allclose(played.states[-1].model[name], mean - h / 0.5, atol=1e-6)
+
+
+def test_a_network_whose_layers_all_stay_is_refused():
+    with pytest.raises(ModelError, match="layers = 2: these are all layers of the network"):
+        fedper.init(toy_bundle(), fedper.Params(layers=2), 0)
+
+
+def test_fedavg_ft_is_fedavg_that_is_evaluated_after_tuning():
+    ours, theirs = Played("fedavg_ft"), Played("fedavg")
+    assert ours.models == theirs.models
+    task, site = one(methods.load("fedavg_ft"), numpy_one(), alpha=0.1)
+    tuned, _ = site.engine.train(
+        task.params["network"],
+        site.load("model"),
+        site.train,
+        Fit(epochs=5, batch=4, lr=0.1),
+        tensors.seeded_rng(task.seed),
+    )
+    wanted = site.engine.evaluate(task.params["network"], tuned, site.held_out)
+    assert perfedavg.check(task, site) == wanted != fedavg.check(task, site)
+
+
 def test_nothing_travels_with_local():
     state = local.init(toy_bundle(), local.METHOD.params(), 0)
     with pytest.raises(UpdateError, match="dev-7 sent the bundles model"):
@@ -260,7 +298,7 @@ def test_nothing_travels_with_local():
     assert local.step(state, None) is state
 
 
-@pytest.mark.parametrize("name", ["local", "ditto", "fedrep", "pfedme"])
+@pytest.mark.parametrize("name", ["local", "ditto", "fedrep", "pfedme", "apfl", "fedala"])
 def test_a_private_model_of_another_network_is_refused(name):
     method = methods.load(name)
     task, site = one(method, torch_one())

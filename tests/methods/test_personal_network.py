@@ -22,6 +22,10 @@ NORMED = {"name": "residual", "channels": 1, "classes": 3, "width": 2, "input": 
 ATTENTIVE = {"name": "vit", "size": 8, "classes": 3, "patch": 4, "width": 8, "depth": 2, "heads": 2, "input": INPUT}
 ATTENTIVE["channels"] = 1
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("apfl", NORMED, {}),
+    ("fedala", NORMED, {"layers": 2}),
+    ("fedper", NORMED, {"layers": 2}),
+    ("fedper", ATTENTIVE, {"stays": "first"}),
     ("ditto", NORMED, {}),
     ("ditto", ATTENTIVE, {"rank": 2}),
     ("fedbn", NORMED, {}),

@@ -38,7 +38,8 @@ PLAIN = {
 }
 REFUSED: dict[str, dict[str, str]] = {
     **{name: dict.fromkeys(OPTIONS, NONE) for name in ("afl", "fedstitch")},  # which train no network
-    **dict.fromkeys(("fednova", "fedpews", "perfedavg", "pfedme", "scaffold"), PLAIN),
+    **dict.fromkeys(("apfl", "fednova", "fedpews", "perfedavg", "pfedme", "scaffold"), PLAIN),
+    **{key: {"augment": "a prototype is that of one class"} for key in ("fedproto", "fedtgp")},
     "fedsdg": {"adamw": NONE, "torch": NONE},  # whose optimizer is Adam
     "fedsq": {"augment": 'augment is not possible while FedSQ caches features of the examples: set cache = "off"'},
 }

@@ -51,8 +51,8 @@ def dry_run_job(job: JobSettings, bundle: Bundle, folder: Path, stored: np.ndarr
     params, network = parse_params(job), dict(bundle.meta["network"])
     phases = {name: min(1, getattr(params, name)) for name in PHASES if hasattr(params, name)}
     sends_parts = any(isinstance(value, tuple) and len(value) == 5 for value in vars(params).values())
-    budgets = BUDGETS if sends_parts else BUDGETS[-1:]
-    count = max(3 if sends_parts else 2, method.minimum_updates(params))
+    budgets = BUDGETS if sends_parts else (BUDGETS[0], *tiers) if (tiers := bundle.meta.get("tiers")) else BUDGETS[-1:]
+    count = max(len(budgets), 2, method.minimum_updates(params))
     examples = draw_examples(network, int(bundle.meta.get("outputs") or network.get("classes", 2)))
     if stored is not None:
         examples = replace(examples, x=np.resize(stored, (len(examples), *stored.shape[1:])))

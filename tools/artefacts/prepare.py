@@ -187,6 +187,7 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, print_line: Callable[[str]
     (`fedquilt.formats.tensor_register`), "layers", and "pretrained". For plug-in networks also "plugins"
     (`fedquilt.plugins.required_modules`) and "outputs". With `weights_classes`, the number of classes of the weights,
     the last layer is replaced.
+    From `[model.tier]`: the same files as "<tier>/model", and the same metadata by tier as "tiers".
     From `[schedule]`: metadata "schedule" (`fedquilt.tools.artefacts.frozen_part`).
     From `[input]`, `labels` and `[[donors]]`: files "<block>.onnx" and "<block>.data", and metadata "input", "labels",
     "donors" and "blocks" (read by `fedquilt.models.stitching.stitched_network.load_donor_pool`). A block's id is
@@ -226,6 +227,13 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, print_line: Callable[[str]
         meta |= metadata
         files |= parts
         print_line(f"model {metadata['network']['name']}: {units.format_bytes(len(files['model']))}")
+        for tier, table in settings.tier_models(job["model"]).items():
+            tier_metadata, parts = _prepare_model(table, input_spec)
+            meta.setdefault("tiers", {})[tier] = tier_metadata
+            meta["plugins"] = {**meta.get("plugins", {}), **tier_metadata.get("plugins", {})}
+            files |= {f"{tier}/{name}": payload for name, payload in parts.items()}
+            size = units.format_bytes(len(parts["model"]))
+            print_line(f"model of devices from {tier}, {tier_metadata['network']['name']}: {size}")
         if job.get("schedule"):
             start_part("the part to train")
             model = tensors.decode_tensors(files["model"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import io
+import re
 import sys
 import tokenize
 import types
@@ -20,6 +21,7 @@ import msgspec
 
 from fedquilt import methods, plugins
 from fedquilt.console import table
+from fedquilt.core import CODECS, Method, Traits
 from fedquilt.host import disk
 
 Covering = Callable[[str], Iterable[tuple[str, str]]]
@@ -44,6 +46,7 @@ class MethodCard:
     paper: str
     engines: tuple[str, ...]
     evaluates: bool  # whether `[check] every` works
+    properties: tuple[tuple[str, str], ...]  # what `Method` and `Traits` state, as name and words
     parameters: tuple[MethodParameter, ...]
     tables: tuple[tuple[str, str], ...]  # command of each table that runs the method, and the page with its results
 
@@ -59,6 +62,7 @@ def make_card(name: str, covering: Covering = lambda name: ()) -> MethodCard:
         paper=method.paper,
         engines=tuple(method.engines),
         evaluates=method.check is not None,
+        properties=tuple(_list_properties(method)),
         parameters=parameters,
         tables=tuple(covering(name)),
     )
@@ -73,6 +77,7 @@ def format_card(card: MethodCard, common: Sequence[MethodParameter] = ()) -> lis
     if card.tables:
         table_links = ", ".join(f"`{command}` ([figures](../{page}))" for command, page in card.tables)
         lines += ["", f"Compared in: {table_links}."]
+    lines += ["", "| | |", "|---|---|", *(f"| {name} | {words} |" for name, words in card.properties)]
     if rows := [parameter for parameter in card.parameters if parameter not in common]:
         lines += ["", "| `[params]` | type | default | |", "|---|---|---|---|"]
         lines += [f"| `{p.name}` | {p.kind} | `{_format_default(p.default)}` | {p.about} |" for p in rows]
@@ -134,6 +139,44 @@ def write_or_print_pages(name: str | None, out: Path | None, format: str, coveri
         print("\n".join(format_method_table(builtin, plugins.usable_plugins("method", builtin))))
         for conflict in plugins.name_conflicts("method", builtin):
             print(conflict, file=sys.stderr)
+
+
+def _list_properties(method: Method) -> Iterable[tuple[str, str]]:
+    traits, aggregation = method.traits, method.aggregation
+    yield "paper", re.sub(r"\b(\d{4}\.\d{5})\b", r"[\1](https://arxiv.org/abs/\1)", method.paper)
+    yield "a device sends", traits.sent_data
+    lost = "starts without it" if traits.replaces_private_state else "declines"
+    yield "stays on the device", f"{traits.private_data}; a device that lost it {lost}" if traits.private_data else "-"
+    if "onnx" not in method.engines:  # other methods predict their work block by block
+        yield "passes over an example in an epoch", _format_passes(traits)
+        yield "memory beside plain SGD", _format_copies(traits.model_copies)
+    is_sum = traits.per_device_data == ""
+    yield "the coordinator keeps in a round", "sums" if is_sum else f"sums, and {traits.per_device_data}"
+    yield "[sites](../scale.md#sites) forward", "sums" if aggregation.check_sums else "single updates"
+    refused = {*traits.refused_codecs, *([codec for codec in CODECS if codec != "raw"] if traits.exact_updates else [])}
+    yield "codecs", ", ".join(f"`{codec}`" for codec in CODECS if codec not in refused)
+    yield "predictions, `task`", ", ".join(f'`"{task}"`' for task in traits.prediction_tasks)
+    combinations = {
+        "networks by memory tier, `[model.tier]`": traits.tier_networks,
+        "unequal epochs in rounds [planned for energy](../energy.md)": traits.unequal_epochs,
+        "a rollout with each device's own network": method.personal_model is not None,
+    }
+    yield "works with", "; ".join(name for name, works in combinations.items() if works) or "-"
+
+
+def _format_passes(traits: Traits) -> str:
+    passes = traits.training_passes
+    trainings = (
+        f"`{passes}` times" if isinstance(passes, str) else {1: "once", 2: "twice"}.get(passes, f"{passes} times")
+    )
+    forward = f", and {traits.forward_passes} more forward" if traits.forward_passes else ""
+    return f"{trainings} forward and backward{forward}"
+
+
+def _format_copies(copies: int | str) -> str:
+    if isinstance(copies, str):
+        return f"a copy of the model if `{copies}` is above 0"
+    return {0: "-", 1: "a copy of the model"}.get(copies, f"{copies} copies of the model")
 
 
 def _list_parameters(params: type) -> Iterable[MethodParameter]:

@@ -224,7 +224,7 @@ class Stepper:
             loss = sum(other_losses, self._total(main_scores, y)) / divisor
             if not self._step.penalty:
                 return loss, loss.detach()
-            extra = self._step.penalty(self._model, x, scores, self._anchors) * (len(y) / count)
+            extra = self._step.penalty(self._model, x, y, scores, self._anchors) * (len(y) / count)
             return loss + extra, loss.detach() + 0.0 * extra.detach()
 
     def _enable_gradients(self) -> None:

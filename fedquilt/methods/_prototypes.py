@@ -1,0 +1,186 @@
+"""Common code of methods whose devices have networks of their own and share prototypes, the mean features of a class.
+
+Features are the inputs of a network's last linear layer. All networks of a job have equally many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import numpy as np
+from msgspec import Meta
+
+from fedquilt import core
+from fedquilt.arrays import tensors
+from fedquilt.costs import peak_memory
+from fedquilt.formats import training_choices
+from fedquilt.methods import fedavg
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
+
+TRAITS = core.Traits(
+    sent_data="the mean features of each class",
+    private_data="its network",
+    tier_networks=True,
+    prediction_tasks=("classes",),
+    forward_passes=1,
+    model_copies=1,
+)
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    """FedAvg's parameters, and the weight of the prototypes."""
+
+    penalty: Annotated[float, Meta(ge=0)] = 1.0  # lambda: pull of the features to the prototypes; 0 is Local
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(name == training_choices.MIXUP for name, _ in training_choices.parse_augmentations(self.augment)):
+            raise ValueError("augment: mixup has two classes for an example, and a prototype is that of one class")
+
+
+@dataclass(frozen=True)
+class State:
+    """First networks by tier, "" for devices of no tier with its own, and the global prototypes."""
+
+    params: dict[str, Any]
+    networks: dict[str, NetworkState]
+    prototypes: np.ndarray  # (classes, d)
+    known: np.ndarray  # (classes,) 1 for classes with a prototype, else 0
+
+
+class FeatureHooks:
+    """Hooks that record the features of each mini-batch.
+
+    Args:
+        head: Path of the last linear layer.
+        observe: Function that gets the features of each mini-batch in evaluation mode.
+    """
+
+    def __init__(self, head: str, observe: Callable[[Any], None] = lambda features: None) -> None:
+        self._head, self._observe = head, observe
+        self.features: Any = None  # (n, d) of the latest mini-batch
+
+    def prepare(self, module: Any) -> Any:
+        """Add the recording hook to the module, and return the module."""
+        module.get_submodule(self._head).register_forward_pre_hook(self._record)
+        return module
+
+    def _record(self, layer: Any, inputs: tuple[Any, ...]) -> None:
+        self.features = inputs[0]
+        if not layer.training:  # an engine probes the network in training mode, without real examples
+            self._observe(inputs[0])
+
+
+class PrototypeHooks(FeatureHooks):
+    """Hooks that pull the features to the prototype of their class."""
+
+    def __init__(self, head: str, received: core.Tensors, strength: float) -> None:
+        super().__init__(head)
+        self._received, self._strength, self._tensors = received, strength, dict[str, Any]()
+
+    def penalty(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
+        """Return lambda |f(x) - C_y|^2 / d, averaged over the examples. Without a C_y an example counts 0."""
+        import torch
+
+        if not self._tensors:
+            self._tensors = {name: torch.tensor(array, device=y.device) for name, array in self._received.items()}
+        distances = (self.features - self._tensors["prototypes"][y]).square().mean(dim=1)
+        return self._strength * (distances * self._tensors["known"][y]).mean()
+
+
+def init(bundle: core.Bundle, params: Any, seed: int) -> State:
+    """Return the first state, without prototypes.
+
+    Raises:
+        ModelError: If a network has no last linear layer, or the networks' last layers have unequal shapes.
+    """
+    networks = local_training.initial_states_by_tier(bundle, params)
+    shapes = {tier or "[model]": head_shape(network) for tier, network in networks.items()}
+    classes, features = shapes["[model]"]
+    if len(set(shapes.values())) > 1:
+        sizes = ", ".join(f"{tier}: {width}" for tier, (_, width) in shapes.items())
+        raise core.ModelError(f"the last layers have unequal inputs or classes ({sizes}): make [model.tier] end alike")
+    return State(networks[""].params, networks, np.zeros((classes, features), np.float32), np.zeros(classes, np.uint8))
+
+
+def head_shape(network: NetworkState) -> tuple[int, int]:
+    """Return the numbers of classes and of features of a network's last linear layer."""
+    if (head := network.register.find_classifier()) is None:
+        raise core.ModelError("this network has no last linear layer, whose inputs are the features of prototypes")
+    network.register.require_plain_weight(head)
+    classes, features = tensors.tensor_shapes(network.model)[f"{head}.weight"].shape
+    return classes, features
+
+
+def send(state: State, device: core.DeviceView) -> core.TaskSpec:
+    """Return the task spec to train the network of the device's tier. Its first weights are sent once."""
+    network = state.networks[peak_memory.largest_tier_within(device.profile, state.networks)]
+    prototypes = {"prototypes": state.prototypes, "known": state.known}
+    bundles = {"own": network.model, "prototypes": prototypes}
+    task_spec = local_training.training_task_spec(network, bundles, TRAITS)
+    return replace(task_spec, params={**task_spec.params, "head": network.register.find_classifier()})
+
+
+def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
+    """Train the device's network, and return the prototypes of its classes."""
+    received, strength = site.load("prototypes"), task.params["penalty"]
+    hooks = core.Hooks()
+    if strength and received["known"].any():
+        pull = PrototypeHooks(task.params["head"], received, strength)
+        hooks = core.Hooks(prepare=pull.prepare, steps=(core.Step(penalty=pull.penalty),))
+    client_result = local_training.train_from(task, site, load_own_network(site), hooks)
+    network = client_result.bundles["model"]
+    return replace(
+        client_result, bundles={"prototypes": compute_prototypes(task, site, network)}, private_state=network
+    )
+
+
+def compute_prototypes(task: core.Task, site: core.ClientContext, network: core.Tensors) -> dict[str, np.ndarray]:
+    """Return the mean features of each class, (classes, d), and the number of its examples, (classes,)."""
+    sums, labels = np.zeros(site.load("prototypes")["prototypes"].shape), iter(site.train.y)
+
+    def add_features(features: Any) -> None:
+        for row in features.double().cpu().numpy():
+            sums[next(labels)] += row
+
+    hooks = core.Hooks(prepare=FeatureHooks(task.params["head"], add_features).prepare)
+    site.engine.evaluate(task.params["network"], network, site.train, hooks=hooks)
+    counts = np.bincount(site.train.y, minlength=len(sums)).astype(np.int64)
+    return {"prototypes": (sums / np.maximum(counts, 1)[:, None]).astype(np.float32), "examples": counts}
+
+
+def load_own_network(site: core.ClientContext) -> core.Tensors:
+    """Return the device's network, or the tier's first one before the first training."""
+    first = site.load("own")
+    if site.private_state:
+        tensors.require_matching(site.private_state, first)
+    return site.private_state or first
+
+
+def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
+    """Evaluate the device's network on the held-out examples."""
+    return site.engine.evaluate(task.params["network"], load_own_network(site), site.held_out)
+
+
+def update_schema(state: State) -> core.UpdateSchema:
+    """Return the schema of an update: prototypes, and the number of examples of each class."""
+    counts = tensors.TensorSpec(tensors.tensor_shapes({"known": state.known})["known"].shape, np.dtype(np.int64))
+    return core.UpdateSchema({"prototypes": {"prototypes": state.prototypes, "examples": counts}})
+
+
+def validate_update(state: State, update: core.DeviceUpdate) -> None:
+    """Raise UpdateError for wrong names, shapes or types, or if the examples do not sum up to the update's weight."""
+    sent = update.bundles.get("prototypes", {})
+    tensors.require_addable(sent, update_schema(state).bundles["prototypes"])
+    if (count := sent["examples"].sum()) != update.weight:
+        raise core.UpdateError(f"{update.device} weighs {update.weight:g}, and reports prototypes of {count} examples")
+
+
+def result(state: State) -> core.Artefact:
+    """Return the first network of devices of no tier with its own. The devices' networks never leave them."""
+    first = state.networks[""]
+    return local_training.weights_artefact(first.network, first.model, private=sorted(first.model))
