@@ -136,12 +136,18 @@ class UpdatePipeline:
             queue_wait_s = self._executor.transfer_wait_s(device) if was_queued else 0.0
             if now_s < self._extended_deadline_s + queue_wait_s:
                 self._punctual_devices.add(device)
-            self._context.start_work(validation, partial(self._apply_validation_if_current, device, update))
+            callback = partial(self._apply_validation_if_current, device, update, self._job.job_state.round)
+            self._context.start_work(validation, callback)
         else:
             self._apply_validation(device, validation, now_s)
 
     def _apply_validation_if_current(
-        self, device: str, update: Update, validation: Callable[[], responses.UpdateValidated], now_s: float
+        self,
+        device: str,
+        update: Update,
+        round: int,
+        validation: Callable[[], responses.UpdateValidated],
+        now_s: float,
     ) -> None:
         if self._validating_updates.get(device) != update:
             return  # the device has announced another update
@@ -149,6 +155,8 @@ class UpdatePipeline:
         self._punctual_devices.discard(device)
         if self._is_job_inactive or self._controller.arriving_updates.get(device) != update:
             return  # the round is closed, and the blobs may be deleted
+        if self._job.job_state.round != round and self._job.job_state.phase == "open":
+            return self.validate_update(device, update, now_s)  # for the present state
         self._apply_validation(device, validation, now_s)
 
     def _apply_validation(self, device: str, validation: Callable[[], responses.UpdateValidated], now_s: float) -> None:
@@ -464,7 +472,7 @@ class JobController:
         """
         job, context = self.job, self._context
         # an error in another device's task may have ended the job
-        if job.job_state.phase != "open" or device not in job.job_state.pending_devices:
+        if self.has_ended or device not in job.job_state.pending_devices:
             return
         profile = context.registry.latest_profile(device)
         # after a restart, the profile with the engines may not have arrived yet
@@ -576,12 +584,20 @@ class JobController:
                     self.send_task(device, now_s)
                 # silent devices of earlier attempts that were not selected again
                 self._cancel_tasks(set(job.job_state.silent_devices) - job.job_state.pending_devices, now_s)
+                if previous_state.phase == "selecting":
+                    self._continue_arriving_updates(now_s)
             case events.UpdateLost():
                 ids = log_ids(run=job.id, round=event.round, device=event.device)
                 log.warning("%s: %s's update is asked for again: %s", job.id, event.device, event.reason, extra=ids)
                 self._context.raise_epoch(self._context.store.epoch)
                 self.send_task(event.device, now_s)
-            case events.RoundClosed() | events.JobEnded():
+            case events.TasksCancelled():
+                self._cancel_tasks(event.devices, now_s)
+            case events.RoundClosed():
+                open_devices = job.job_state.pending_devices
+                closed_devices = previous_state.pending_devices.union(previous_state.silent_devices)
+                self._cancel_tasks(closed_devices - open_devices, now_s)
+            case events.JobEnded():
                 self._cancel_tasks(previous_state.pending_devices | set(previous_state.silent_devices), now_s)
             case events.RoundCommitted() if commit is not None:
                 self._context.garbage.add_candidates(job.blobs_released_by_commit(previous_state))
@@ -590,6 +606,12 @@ class JobController:
         if isinstance(event, events.RoundCommitted | events.JobEnded):
             self._context.store.snapshots.save_if_due(job.id, job.snapshot)
         self.schedule_publication()
+
+    def _continue_arriving_updates(self, now_s: float) -> None:
+        """Fetch and validate the updates that arrived between two rounds."""
+        for device, update in list(self.arriving_updates.items()):
+            fetch, validate = responses.FetchUpdate(device, update), responses.ValidateUpdate(device, update)
+            self._schedule_action(fetch if update.bundles else validate, now_s)
 
     def _cancel_tasks(self, devices: Collection[str], now_s: float) -> None:
         for device in sorted(devices):

@@ -250,7 +250,8 @@ BaseTensors = Callable[[str], Tensors | None]
 class Aggregator:
     """Aggregation of one running round, from the state at its start.
 
-    With `large`, from the first large update on, exact partial aggregates stay on disk.
+    With `large`, from the first large update on, exact partial aggregates stay on disk. `rebase` returns an update of
+    an earlier state as one of the present state.
     """
 
     def __init__(
@@ -261,6 +262,7 @@ class Aggregator:
         job: JobSettings,
         *,
         large: bool = False,
+        rebase: Callable[[DeviceUpdate], DeviceUpdate] = lambda update: update,
     ) -> None:
         self._blob_store, self._aggregation, self._state, self._job = (
             blob_store,
@@ -268,6 +270,7 @@ class Aggregator:
             state,
             job,
         )
+        self._rebase = rebase
         self._accumulator_type, self.large = method_functions.aggregation.accumulator(state), large
         if large:
             process_resources.release_freed_memory()  # memory of the previous round
@@ -295,7 +298,7 @@ class Aggregator:
             if is_foldable_now:
                 total = self._fold_update(decoded)
             else:
-                self._aggregation.require_valid_update(self._state, decoded)
+                self._aggregation.require_valid_update(self._state, self._rebase(decoded))
         try:
             update = self._store_decoded(update, decoded)
         except StoreError:
@@ -310,6 +313,7 @@ class Aggregator:
     def can_fold_early(self, job_state: JobState, round: int, device: str) -> bool:
         return (
             round == job_state.round
+            and not job_state.is_buffered  # the update may belong to a later round
             and device in job_state.pending_devices
             and self._job.wire.codec == "raw"
             and "work" in job_state.task_actions
@@ -334,6 +338,7 @@ class Aggregator:
         )
         if (
             not can_fold
+            or job_state.is_buffered
             or job_state.is_evaluation_round
             or job_state.state is None
             or job_state.state.size > WHOLE_BYTES
@@ -373,7 +378,7 @@ class Aggregator:
                 tensors.require_finite(bundle)
             decoded = self._decode_update(decoded, find_base)
             update = self._with_permitted_devices(update, decoded, bounds)
-            self._aggregation.require_valid_update(self._state, decoded)
+            self._aggregation.require_valid_update(self._state, self._rebase(decoded))
         return self._store_decoded(update, decoded)
 
     def has_foldable_update(self, job_state: JobState) -> bool:
@@ -509,7 +514,7 @@ class Aggregator:
         # an error may leave the aggregate half changed
         try:
             with exact_sums.sums_on_disk(self._scratch_file() if self.large and self._is_exact else None):
-                return self._aggregation.fold(self._state, self._partial_aggregate.total, update)
+                return self._aggregation.fold(self._state, self._partial_aggregate.total, self._rebase(update))
         except UpdateError:  # raised before the aggregate is changed
             raise
         except Exception:

@@ -27,6 +27,10 @@ from fedquilt.core import EvaluationSums, JobError, Update, Usage
 
 FINAL_EVALUATION: Final = "final evaluation"
 FINAL_STATISTICS: Final = "statistics for the final evaluation"
+CANCEL_TEXTS: Final = {
+    "deadline": "no update within [cohort] deadline_s",
+    "staleness": "the state of its task is older than [cohort] staleness.max",
+}
 HIDDEN_METRICS: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_recall", "micro_f1")
 """Metrics that a line does not show."""
 
@@ -146,10 +150,14 @@ def _describe_event(event: events.AnyEvent, name: str) -> list[str]:
             ]
         case events.TaskDeclined():
             return [f"{name}: {event.device} declined ({event.code}): {event.reason}"]
+        case events.TasksCancelled():
+            return [f"{name}: {', '.join(event.devices)} cancelled: {CANCEL_TEXTS[event.reason]}"]
         case events.UpdateAccepted():
             notes = [event.update.note] if event.update.note else []
             usage = format_usage(event.update.usage)
-            return [f"{name}: update from {_describe_sender(event.update)}: {usage}", *notes]
+            commits = event.round - event.update.round
+            age = f", {commits} commit{'s' * (commits > 1)} old" if commits else ""
+            return [f"{name}: update from {_describe_sender(event.update)}{age}: {usage}", *notes]
         case events.UpdateRejected():
             return [f"{name}: update from {event.device} refused: {event.reason}"]
         case events.UpdateLost():
