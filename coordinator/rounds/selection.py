@@ -42,6 +42,7 @@ REASONS: Final[Mapping[str, str]] = {
     "engine": "has no engine that the job's method runs on, or one that refused the task",
     "codec": "does not know the codec of the job's [wire]: its fedquilt is older than the job wants",
     "plugin": "lacks a package that the job needs, or has another content of it",
+    "site": 'is a site, and [cohort] mode = "buffered" takes the updates of devices only',
     "battery": "its battery is below [cohort] min_battery, and not charging",
     "hot": "hotter than [cohort] max_temperature_c",
     "full": "its disk is full: free some space there",
@@ -56,7 +57,7 @@ REASONS: Final[Mapping[str, str]] = {
     BUSY: "was at work on another job's task, or left to another job that had had less of the boards' time",
     SHARE: "was left free: its submitter's jobs had as many boards as [submitter] share of limits.toml allows",
 }
-ONLINE_REASONS: Final = frozenset(REASONS) - {"offline", "profile", "labels", "engine", "codec", "plugin"}
+ONLINE_REASONS: Final = frozenset(REASONS) - {"offline", "profile", "labels", "engine", "codec", "plugin", "site"}
 """Reasons that exclude devices which are online and suitable for the job."""
 
 
@@ -93,6 +94,8 @@ def ineligibility_code(snapshot: DeviceSnapshot, requirements: JobRequirements) 
         return "labels"
     if requirements.codec not in profile.codecs:
         return "codec"
+    if cohort.mode == "buffered" and profile.site_device_count:
+        return "site"
     if (code := _plugin_code(profile, requirements)) is not None or telemetry is None:
         return code
     if telemetry.battery is not None and not telemetry.charging and telemetry.battery < cohort.min_battery:

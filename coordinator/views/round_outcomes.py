@@ -118,9 +118,9 @@ class RoundOutcomes:
                 cancelled_outcomes = dict.fromkeys(event.devices, DeviceOutcome("asked", text))
                 by_round.setdefault(event.round, {}).update(cancelled_outcomes)
             case events.UpdateAccepted():
-                commits = event.round - event.update.round
-                age = f", {commits} commit{'s' * (commits > 1)} old" if commits else ""
-                by_round[event.round][event.update.device] = DeviceOutcome("answered", f"update received{age}")
+                age = event_messages.describe_staleness(event.round - event.update.round)
+                outcome = DeviceOutcome("answered", f"update received{age}")
+                by_round.setdefault(event.round, {})[event.update.device] = outcome
                 site_outcome = DeviceOutcome("answered", f"update received, of the site {event.update.device}")
                 by_round[event.round].update(dict.fromkeys(event.update.site_devices, site_outcome))
             case events.RoundRetried():
