@@ -63,8 +63,7 @@ def replay(events: Sequence[Any], first: dict[str, np.ndarray], trained: Trained
         if isinstance(event, UpdateAccepted):
             buffer.append(event)
         elif isinstance(event, RoundCommitted):
-            present, total = models[-1], sum(each.update.weight for each in buffer)
-            new = {}
+            present, weights, new = models[-1], [each.update.weight for each in buffer], dict[str, np.ndarray]()
             for name, x in present.items():
                 moved = []
                 for each in buffer:
@@ -72,11 +71,9 @@ def replay(events: Sequence[Any], first: dict[str, np.ndarray], trained: Trained
                     s = (1 + each.round - each.update.round) ** -0.5
                     change = s * (y.astype(np.float64) - start)
                     moved.append(y if start is x else (x + change).astype(np.float32))
-                rows = zip(
-                    *(np.ravel(each.update.weight * y.astype(float)) for each, y in zip(buffer, moved, strict=False)),
-                    strict=False,
-                )
-                mean = np.array([math.fsum(row) / total for row in rows]).reshape(x.shape)
+                terms = [weight * np.ravel(y).astype(float) for weight, y in zip(weights, moved, strict=True)]
+                sums = [math.fsum(values) for values in zip(*terms, strict=True)]
+                mean = np.reshape(sums, x.shape) / sum(weights)
                 new[name] = mean.astype(np.float32)
             models.append(new)
             buffer = []
