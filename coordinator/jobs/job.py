@@ -40,11 +40,13 @@ from fedquilt.coordinator.updates.aggregation import (
     aggregate_evaluations,
     average_metrics,
     blob_hashes,
+    describe_early_end,
     explain_evaluation,
     explain_missing_metrics,
     explain_unchanged_loss,
     total_blob_bytes,
 )
+from fedquilt.coordinator.updates.earlier_states import EarlierStates
 from fedquilt.coordinator.updates.job_blobs import CommitResult, EncodedBundles, LoadedState, ModelStates
 from fedquilt.core import (
     Action,
@@ -95,6 +97,7 @@ class RunningJob:
         self._model_states = ModelStates(
             row.id, row.job, method, self.bundle, row.bundle, store.blob_store, large_bytes
         )
+        self._earlier_states = EarlierStates(method, self._model_states)
         self.requirements = JobRequirements(
             self.engines, row.job.cohort, row.job.wire.codec, tuple(required_packages(row.job, self.bundle).items())
         )
@@ -103,7 +106,6 @@ class RunningJob:
             int, ...
         ] = ()  # held-out examples of each class in the latest evaluation outside of rounds
         self._sent_blobs: dict[str, int] = {}  # sha256 of the open tasks' blobs -> round of the latest such task
-        self._earlier_state: tuple[BlobRef | None, Any] = (None, None)  # earlier state that was used last
         self._encoded_bundles: EncodedBundles = {}  # most recently used bundles
         self._losses: dict[int, float] = {}  # completed rounds -> loss, since the activation of the job
         self._workloads: dict[str, DeviceWorkload] = {}  # device -> workload in the running round
@@ -150,9 +152,7 @@ class RunningJob:
 
     def required_blobs(self) -> set[str]:
         """Return the sha256 of the blobs of the job's bundle, states and partial aggregate."""
-        sum = self.job_state.partial_aggregate.sum if self.job_state.partial_aggregate else None
-        refs = (self.job_state.state, sum, *self.job_state.earlier_states, *self.bundle.files.values())
-        return {ref.sha256 for ref in refs if ref is not None}
+        return _state_blobs(self.job_state) | {ref.sha256 for ref in self.bundle.files.values()}
 
     def build_task(
         self, device: str, engine: str, profile: Profile | None, now_s: float, actions: tuple[Action, ...] | None = None
@@ -187,32 +187,11 @@ class RunningJob:
     def _build_earlier_task(
         self, device: str, version: TaskVersion, engine: str, profile: Profile | None, now_s: float
     ) -> Task | None:
-        task_spec = self._earlier_task_spec(device, version, profile)
-        if task_spec is None:
+        if (task_spec := self._open_task_spec(device, profile)) is None:
             return None
         task = self._make_task(task_spec, version, engine, ("work",), self.job_state.remaining_s(device, now_s))
         device_seed = seed_deriver(self.job.seed, self.job.name, version.round)(device)
         return msgspec.structs.replace(task, **self._device_fields(device, profile, device_seed))
-
-    def _earlier_task_spec(self, device: str, version: TaskVersion, profile: Profile | None) -> TaskSpec | None:
-        view = DeviceView(device, profile, self.job_state.history.get(device, NEVER))
-        return self.method.send(self._load_earlier_state(version), view)
-
-    def _load_earlier_state(self, version: TaskVersion) -> Any:
-        assert version.state is not None
-        if self._earlier_state[0] != version.state:
-            state = self._model_states.load_state(version.state, version.round, can_recreate=not version.round)
-            self._earlier_state = version.state, state
-        return self._earlier_state[1]
-
-    def _rebase_update(self, update: DeviceUpdate) -> DeviceUpdate:
-        version, rebase = self.job_state.earlier_versions.get(update.device), self.method.aggregation.rebase
-        if version is None or rebase is None:
-            return update
-        earlier_state = self._load_earlier_state(version)
-        self.method.aggregation.require_valid_update(earlier_state, update)
-        weight = self.job.cohort.staleness.weight(self.job_state.round - version.round)
-        return rebase(self.state, earlier_state, update, weight)
 
     def _make_task(
         self, task_spec: TaskSpec, version: TaskVersion, engine: str, actions: tuple[Action, ...], deadline_s: float
@@ -393,12 +372,7 @@ class RunningJob:
         return read
 
     def _build_base_finder(self, update: Update, profile: Profile | None) -> BaseTensors:
-        version = self.job_state.task_version(update.device)
-        task_spec = None
-        if update.bases and version.round < self.job_state.round:
-            task_spec = self._earlier_task_spec(update.device, version, profile)
-        elif update.bases:
-            task_spec = self._task_spec_for_device(update.device, profile)
+        task_spec = self._open_task_spec(update.device, profile) if update.bases else None
         # after a restart, `_sent_blobs` is empty
         task_blobs = {self._store_bundle(value).sha256 for value in task_spec.bundles.values()} if task_spec else set()
         return partial(
@@ -477,27 +451,17 @@ class RunningJob:
 
     def blobs_released_by_commit(self, previous_state: JobState) -> set[str]:
         """Return the blobs of the committed round that may be garbage: updates, aggregate, task bundles and states."""
-        best_state = previous_state.best.state if previous_state.best else None
-        refs = [
-            previous_state.state,
-            previous_state.partial_aggregate.sum if previous_state.partial_aggregate else None,
-            best_state,
-            *previous_state.earlier_states,
-        ]
-        return (
-            blob_hashes(previous_state.accepted_updates.values())
-            | self.sent_blobs()
-            | {ref.sha256 for ref in refs if ref is not None}
-        )
+        best_blobs = {previous_state.best.state.sha256} if previous_state.best else set[str]()
+        update_blobs = blob_hashes(previous_state.accepted_updates.values())
+        return update_blobs | self.sent_blobs() | _state_blobs(previous_state) | best_blobs
 
     def sent_blobs(self) -> set[str]:
         return set(self._sent_blobs)
 
     def start_next_round(self, commit: CommitResult) -> None:
         self.state = commit.state
-        oldest_round = min(
-            (version.round for version in self.job_state.earlier_versions.values()), default=self.job_state.round
-        )
+        earlier_rounds = [version.round for version in self.job_state.earlier_versions.values()]
+        oldest_round = min(earlier_rounds, default=self.job_state.round)
         self._sent_blobs = {sha256: round for sha256, round in self._sent_blobs.items() if round >= oldest_round}
         for cache in (self._workloads, self._task_specs):
             cache.clear()
@@ -516,12 +480,23 @@ class RunningJob:
             self._store.blob_store, self._active_method, self.state, self.job, large=large, rebase=self._rebase_update
         )
 
+    def _rebase_update(self, update: DeviceUpdate) -> DeviceUpdate:
+        return self._earlier_states.rebase_update(update, self.state, self.job_state)
+
     def _task_spec_for_device(self, device: str, profile: Profile | None) -> TaskSpec | None:
-        view = DeviceView(device, profile, self.job_state.history.get(device, NEVER))
-        method = self._active_method
+        view, method = self._view_device(device, profile), self._active_method
         is_common = method is self.method and self.method.common_task
         task_spec = self._task_spec_cache.task_spec_for_device(method.send, self.state, view, common=is_common)
         return tasks.with_epochs(task_spec, self.job_state.epochs.get(device))
+
+    def _open_task_spec(self, device: str, profile: Profile | None) -> TaskSpec | None:
+        version = self.job_state.task_version(device)
+        if version.round == self.job_state.round:
+            return self._task_spec_for_device(device, profile)
+        return self._earlier_states.make_task_spec(version, self._view_device(device, profile))
+
+    def _view_device(self, device: str, profile: Profile | None) -> DeviceView:
+        return DeviceView(device, profile, self.job_state.history.get(device, NEVER))
 
     @property
     def _active_method(self) -> Method | EvaluationRound:
@@ -548,15 +523,13 @@ class RunningJob:
             encoded = (value, job_blobs.store_tensors(self._store.blob_store, value))
         self._encoded_bundles[id(value)] = encoded
         round = self.job_state.round if round is None else round
-        self._sent_blobs[encoded[1].sha256] = max(round, self._sent_blobs.get(encoded[1].sha256, round))
+        self._sent_blobs[encoded[1].sha256] = max(round, self._sent_blobs.get(encoded[1].sha256, 0))
         return encoded[1]
 
 
-def describe_early_end(method: Method, name: str, rounds: int, round: int) -> str | None:
-    """Return a sentence on a job that ends before its method has finished, or None."""
-    if method.is_done is Method.is_done or round + 1 < rounds:
-        return None
-    return f"the job's {rounds} rounds are over before {name} has ended: the result is what it has so far; raise rounds"
+def _state_blobs(job_state: JobState) -> set[str]:
+    sum = job_state.partial_aggregate.sum if job_state.partial_aggregate else None
+    return {ref.sha256 for ref in (job_state.state, sum, *job_state.earlier_states) if ref is not None}
 
 
 def decide_next_event(

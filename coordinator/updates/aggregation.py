@@ -145,6 +145,13 @@ def explain_unchanged_loss(losses: Mapping[int, float], lr: object) -> str | Non
     return f"the loss has stayed at {first_losses[-1]:.4g} for {UNCHANGED_ROUNDS} rounds: {cause}"
 
 
+def describe_early_end(method: Method, name: str, rounds: int, round: int) -> str | None:
+    """Return a sentence on a job that ends before its method has finished, or None."""
+    if method.is_done is Method.is_done or round + 1 < rounds:
+        return None
+    return f"the job's {rounds} rounds are over before {name} has ended: the result is what it has so far; raise rounds"
+
+
 FoldInputs = tuple[float, Mapping[str, float], Mapping[str, BlobRef]]  # weight, metrics and bundles
 
 
