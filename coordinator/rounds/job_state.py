@@ -243,7 +243,7 @@ class JobState(msgspec.Struct, frozen=True):
         if self.parent_order is not None and self.parent_order.actions:
             return self.parent_order.actions
         every = 0 if self.constants.check_beside else self.constants.check_every
-        if self.is_work_done and not self.is_evaluation_round:
+        if self.is_work_done and not (self.is_evaluation_round or self.is_buffered):
             return ("check",)
         return (
             ("check", "work")

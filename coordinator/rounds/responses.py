@@ -223,9 +223,9 @@ def _decide_on_announcement(
         reason = f"it was computed from the state {update.state[:12] or '(none)'}, and its round began with another"
         return _reject_unexpected_update(state, arriving_update, input, reason)
     if (site := state.sites_by_device.get(device)) is not None:
-        return _reject_update(device, update, _duplicate_device_text(device, site))
+        return _reject_update(state, device, update, _duplicate_device_text(device, site))
     if input.manifest_problem:
-        return _reject_update(device, update, input.manifest_problem)
+        return _reject_update(state, device, update, input.manifest_problem)
     transfer_action = FetchUpdate(device, update) if update.bundles else ValidateUpdate(device, update)
     is_held = state.phase in BETWEEN_ROUNDS and not update.bundles
     return Decision(update, (), (SlowResends(device),) if is_held else (SlowResends(device), transfer_action))
@@ -238,15 +238,18 @@ def _decide_on_validation(
     if state is None or arriving_update != update or state.phase in BETWEEN_ROUNDS:
         return Decision(arriving_update)
     if input.valid_part is None:
-        return _reject_update(device, update, input.reason)
+        return _reject_update(state, device, update, input.reason)
     for board in input.valid_part.site_devices:
         if board in state.accepted_updates or board in state.sites_by_device:
             return _reject_update(
-                device, update, f"{device}: {_duplicate_device_text(board, state.sites_by_device.get(board, 'itself'))}"
+                state,
+                device,
+                update,
+                f"{device}: {_duplicate_device_text(board, state.sites_by_device.get(board, 'itself'))}",
             )
         if board in state.last_selected_rounds:
             return _reject_update(
-                device, update, f"{device}: {board} is a device of this coordinator, and speaks for itself"
+                state, device, update, f"{device}: {board} is a device of this coordinator, and speaks for itself"
             )
     event = state.acceptance_event(input.valid_part, now_s, input.workload)
     superseded = () if input.valid_part == update else (DiscardUpdate(update),)
@@ -254,9 +257,9 @@ def _decide_on_validation(
     return Decision(None, (event,), actions)
 
 
-def _reject_update(device: str, update: Update, reason: str) -> Decision:
+def _reject_update(state: JobState, device: str, update: Update, reason: str) -> Decision:
     actions = (AckUpdate(device, update, False, reason), CancelTask(device), DiscardUpdate(update))
-    return Decision(None, (UpdateRejected(update.round, device, reason),), actions)
+    return Decision(None, (UpdateRejected(state.round, device, reason),), actions)
 
 
 def _duplicate_device_text(board: str, submitter: str) -> str:

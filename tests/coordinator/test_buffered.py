@@ -21,6 +21,7 @@ from fedquilt.coordinator.rounds.events import (
     TasksCancelled,
     UpdateAccepted,
     UpdateLost,
+    UpdateRejected,
 )
 from fedquilt.coordinator.rounds.job_state import JobState, TaskVersion
 from fedquilt.coordinator.rounds.selection import DeviceSnapshot, JobRequirements, ineligibility_code
@@ -152,6 +153,19 @@ def test_an_update_of_an_earlier_round_counts_once_and_for_its_task_alone():
     assert announce("a", 1, 1) == "ValidateUpdate"
     counted = responses.decide_response("j-1", state, None, responses.UpdateAnnounced("a", update("a", 0)), 1.0)
     assert counted.actions == (responses.AckUpdate("a", update("a", 0), True),)
+
+
+def test_an_earlier_update_is_rejected_in_the_running_round():
+    state = play(buffered_state(), "+abc", "a0", "b0", "!", "+ab")
+    sent = update("c", 0)
+    decision = responses.decide_response("j-1", state, sent, responses.UpdateValidated("c", sent, None, "NaN"), 1.0)
+    assert decision.events == (UpdateRejected(1, "c", "NaN"),)
+    assert apply_events(state, *decision.events).earlier_versions == {}
+
+
+def test_tasks_that_are_open_after_the_last_round_are_still_training():
+    state = play(buffered_state(rounds=1), "+abc", "a0", "b0", "!")
+    assert (state.is_work_done, state.task_actions) == (True, ("work",))
 
 
 def test_updates_that_arrive_between_two_rounds_wait_for_the_next():
