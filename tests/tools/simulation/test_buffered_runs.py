@@ -14,6 +14,7 @@ from simulated_fleets import Fleet, read_events
 
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.rounds.events import CohortSelected, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.tools.simulation import run
 from fedquilt.tools.simulation.simulated_job import Simulation
@@ -113,8 +114,11 @@ def test_a_resumed_run_counts_no_update_twice_and_continues_from_earlier_states(
     simulation, backend = begin(fleet, home="home")
     models = play(simulation, backend, trained, rounds=5)
     assert simulation.running is not None
-    assert simulation.running.job_state.earlier_versions
+    versions = simulation.running.job_state.earlier_versions.values()
     simulation.__exit__()
+    with Store(fleet.place / "home") as store:  # no garbage collector deletes the states meanwhile
+        assert {version.state.sha256 for version in versions if version.state} <= store.referenced_blobs()
+    assert versions
     simulation, backend = begin(fleet, home="home")
     models |= play(simulation, backend, trained)
     assert simulation.status == "done"
