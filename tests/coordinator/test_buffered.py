@@ -1,5 +1,7 @@
 """Buffered mode: who is selected when, which tasks are cancelled, and how updates of earlier states count."""
 
+from types import SimpleNamespace
+
 import msgspec
 import numpy as np
 import plain
@@ -28,6 +30,7 @@ from fedquilt.coordinator.rounds.selection import DeviceSnapshot, JobRequirement
 from fedquilt.coordinator.settings import StalenessSettings
 from fedquilt.core import BlobRef, DeviceUpdate, JobError
 from fedquilt.formats.tensor_register import register_from_kinds
+from fedquilt.methods import genefl
 from fedquilt.models.local_training import NetworkState
 
 STATES = [BlobRef(sha256=f"{number:064x}", size=1) for number in range(9)]
@@ -215,6 +218,20 @@ def test_a_late_change_moves_the_present_model_by_its_weight():
     assert model["norm.running_var"] == pytest.approx(0.55)  # a difference would make it -1.4
     assert model["norm.num_batches_tracked"] == 40 + (16 - 10)
     assert [array.dtype for array in model.values()] == [array.dtype for array in present.model.values()]
+
+
+def test_a_late_learngene_is_mixed_into_the_layers_of_its_cluster():
+    layers = {"first": {"w": np.zeros(1, np.float32)}, "second": {"v": np.zeros(1, np.float32)}}
+    cluster = {"first": {"w": np.array([4], np.float32)}}
+    gene = {"w": np.array([8], np.float32), "v": np.array([6], np.float32)}
+    sent = DeviceUpdate("a", 0, 1.0, {}, {"gene": gene})
+    for size, expected in ((2, {"w": 5, "v": 6}), (1, {"w": 5})):
+        state = SimpleNamespace(
+            assigned={"a": 0}, shared=("first", "second"), initial_layers=layers, size=size, clusters=(cluster,)
+        )
+        assert genefl.rebase(state, state, sent, 0.25).bundles["gene"] == expected
+        unassigned = SimpleNamespace(**{**vars(state), "assigned": {}})
+        assert genefl.rebase(unassigned, state, sent, 0.25) is sent
 
 
 # -- settings -------------------------------------------------------------------------------------
