@@ -27,7 +27,8 @@ from fedquilt.coordinator.delivery.executor import Executor
 from fedquilt.coordinator.delivery.rate_limiter import BLOCK_S
 from fedquilt.coordinator.fleet import fair_share
 from fedquilt.coordinator.jobs import retention
-from fedquilt.coordinator.jobs.controller import CoordinatorContext, JobController, Observe
+from fedquilt.coordinator.jobs.context import CoordinatorContext, Observe
+from fedquilt.coordinator.jobs.controller import JobController
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rollout_runner import ObserveRollout, RolloutRunner
 from fedquilt.coordinator.rounds import events, responses

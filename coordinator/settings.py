@@ -24,7 +24,29 @@ from fedquilt.host import http_server
 NOT_NETWORK: Final = ("weights", "weights_classes", "seed", "tier")  # keys of [model] that do not build the network
 
 
+class StalenessSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Weights of updates by staleness, the number of commits since their state: [cohort] staleness.
+
+    The functions are those of FedAsync (Xie et al. 2019, section 5.2). FedBuff (Nguyen et al. 2022) uses the polynomial
+    with a = 0.5.
+    """
+
+    function: Literal["constant", "polynomial", "hinge"] = "polynomial"
+    a: Annotated[float, Meta(gt=0)] | None = None  # exponent, default 0.5, or slope of the hinge, default 10
+    b: Annotated[int, Meta(ge=0)] | None = None  # largest staleness with the weight 1 of the hinge, default 4
+    max: Annotated[int, Meta(ge=0, le=1000)] = 20  # largest staleness of an open task
+
+    def weight(self, staleness: int) -> float:
+        if self.function == "polynomial":
+            return float((1 + staleness) ** -(self.a or 0.5))
+        steps_over = max(staleness - (4 if self.b is None else self.b), 0) if self.function == "hinge" else 0
+        return 1 / ((self.a or 10.0) * steps_over + 1)
+
+
 class CohortSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    mode: Literal["synchronous", "buffered"] = "synchronous"  # "buffered" commits every `size` updates
+    concurrency: Annotated[int, Meta(ge=0)] = 0  # devices at work in buffered mode, or 0 for all present devices
+    staleness: StalenessSettings = StalenessSettings()  # in buffered mode
     size: Annotated[int, Meta(ge=0)] = 0  # number of updates per round, or 0 for all present devices
     min_devices: Annotated[int, Meta(ge=0)] = 0  # fewest devices of a round, or 0 for `decisions.minimum_updates`
     start_devices: Annotated[int, Meta(ge=0)] = 0  # fewest devices to start the first round
@@ -200,6 +222,7 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
     if job.personal.prior == "auto" and (task := metrics.task_from_network(job.model)) != "classes":
         raise JobError(f'[personal] prior = "auto" needs classes, but task = {task!r}: set "off"')
     require_energy_deadline(job.cohort)
+    require_buffered_settings(job, method)
     require_evaluations(job)
     if job.trigger is not None:
         _ = job.trigger.share, job.trigger.pause_s
@@ -233,6 +256,36 @@ def require_minimum_updates(job: JobSettings, min_updates: int) -> None:
 def require_energy_deadline(cohort: CohortSettings) -> None:
     if cohort.joules_per_round is not None and cohort.deadline != "energy":
         raise JobError('[cohort] joules_per_round has no effect without deadline = "energy": set both, or remove it')
+
+
+def require_buffered_settings(job: JobSettings, method: Method) -> None:
+    """Raise JobError if buffered mode contradicts another setting, or if its keys are set without it."""
+    cohort, staleness = job.cohort, job.cohort.staleness
+    if cohort.mode != "buffered":
+        for key in ("concurrency", "staleness"):
+            if getattr(cohort, key) != getattr(CohortSettings(), key):
+                raise JobError(f'[cohort] {key}: only mode = "buffered" heeds it; set that, or leave it out')
+        return
+    problems = {
+        "needs size, the number of updates per commit: set size = 10, or 1 for FedAsync": not cohort.size,
+        "has no over_select: set concurrency, the number of devices at work": bool(cohort.over_select),
+        f'takes deadline = "fixed", not {cohort.deadline!r}: each task ends after deadline_s': cohort.deadline
+        != "fixed",
+        "has no rounds in which devices evaluate: set [check] beside = true, or every = 0": bool(job.check.every)
+        and not job.check.beside,
+        f'has staleness.a and b only for other functions than "{staleness.function}"': (
+            staleness.function == "constant" and staleness.a is not None
+        )
+        or (staleness.function != "hinge" and staleness.b is not None),
+    }
+    for problem, is_present in problems.items():
+        if is_present:
+            raise JobError(f'[cohort] mode = "buffered" {problem}')
+    if method.aggregation.rebase is None:
+        raise JobError(
+            f'[cohort] mode = "buffered": {job.method} combines only updates of one state; take a method that can '
+            "apply an update of an earlier state, such as fedavg, fedprox, fedopt, fedsq or genefl"
+        )
 
 
 def require_evaluations(job: JobSettings) -> None:

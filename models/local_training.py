@@ -44,6 +44,28 @@ class NetworkState:
         return NetworkState(self.params, self.network, dict(model), self.flops, self.example_bytes, layers=self.layers)
 
 
+def rebase_model(
+    state: NetworkState, earlier: NetworkState, update: core.DeviceUpdate, weight: float
+) -> core.DeviceUpdate:
+    """Return an update of an earlier model as one of the present model.
+
+    Trained tensors become x + s (y - x_earlier) with the weight s, so that the weighted mean of K updates is FedBuff's
+    x + sum(n s (y - x_earlier)) / sum(n) (Nguyen et al. 2022, Algorithm 1, weighted by examples n). The sum is not
+    divided by the sum of s, so that stale updates move the model less. Integer counters add their increase. Running
+    statistics are mixed, (1 - s) x + s y (FedAsync, Xie et al. 2019, Algorithm 1), because a difference could make a
+    variance negative.
+    """
+    trained_names, model = set(state.trained_names()), {}
+    for name, value in update.bundles.get("model", {}).items():
+        present = state.model[name]
+        if present.dtype.kind in "iu":
+            model[name] = present + (value - earlier.model[name])
+        else:
+            start = earlier.model[name] if name in trained_names else present
+            model[name] = (present + weight * (value - start.astype(np.float64))).astype(present.dtype)
+    return replace(update, bundles={**update.bundles, "model": model})
+
+
 def initial_state(bundle: core.Bundle, params: Any) -> NetworkState:
     """Return the state with the bundle's network, or raise ModelError if the bundle has none."""
     if "model" not in bundle.files:

@@ -10,7 +10,8 @@ boards in each round: a round does without a board whose agent is not back withi
 until there were enough kills. Afterwards, for each:
 
 - the job is done, and no board that was asked in a round is without an update that was counted there, once;
-- each round's state has the bits that it has in one process on virtual time, with the same boards in each round;
+- each round's state has the bits that it has in one process on virtual time, with the same boards in each round, or
+  in buffered mode the bits that the method's functions give for the recorded events;
 - each board's private state and the state with the best evaluation likewise.
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import io
 import os
 import random
@@ -28,6 +30,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,16 +39,28 @@ from federation import prepare_bundle, write_digits
 from mosquittos import Mosquitto
 from processes import Processes, read_events
 
+from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import decisions
-from fedquilt.coordinator.rounds.events import AnyEvent, CohortSelected, JobEnded, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    JobEnded,
+    RoundCommitted,
+    UpdateAccepted,
+    UpdateLost,
+)
 from fedquilt.coordinator.rounds.job_state import JobState
 from fedquilt.coordinator.storage.rows import is_served
 from fedquilt.coordinator.storage.store import Store
+from fedquilt.core import DeviceUpdate, DeviceView, seed_deriver
+from fedquilt.edge_agent import engines
 from fedquilt.formats import toml
+from fedquilt.formats.job_bundle import load_bundle
 from fedquilt.tools.artefacts import export
 from fedquilt.tools.simulation import agents as fleet
+from fedquilt.tools.simulation.local_backend import make_task_and_context
 
 if __name__ == "__main__":
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
@@ -65,6 +80,16 @@ IN_A_ROW = 4  # kills without an answer in between: else nothing would ever be d
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # method -> network, and how long a task is
     "fedprox": ("perceptron", {"engine": "numpy", "params": {"lr": 0.1, "batch": 8, "epochs": 150}}),
     "scaffold": ("batch-norm", {"engine": "torch", "params": {"lr": 0.05, "batch": 8, "epochs": 3}}),  # private state
+    "buffered": (
+        "perceptron",
+        {
+            "method": "fedprox",
+            "engine": "numpy",
+            "params": {"lr": 0.01, "batch": 8, "epochs": 150},
+            "cohort": {"mode": "buffered", "size": 2, "start_devices": DEVICES},
+            "check": {"every": 0},
+        },
+    ),
     "ditto": ("perceptron", {"engine": "numpy", "params": {"lr": 0.01, "batch": 8, "epochs": 80}}),  # likewise
     "apfl": ("batch-norm", {"engine": "torch", "params": {"lr": 0.05, "batch": 8, "epochs": 2}}),
     "fedala": ("batch-norm", {"engine": "torch", "params": {"lr": 0.05, "batch": 8, "epochs": 2, "first_passes": 2}}),
@@ -141,7 +166,6 @@ class Campaign:
             "method": case,
             "rounds": rounds,
             "seed": 3,
-            **table,
             "cohort": {"start_devices": DEVICES, "min_devices": DEVICES},
             "check": {"every": 2},
             "fleet": {"devices": DEVICES, "boards": ["jetson-agx-orin"], "budgets": ["1GB", "4GB", "8GB"]},
@@ -151,6 +175,7 @@ class Campaign:
                 "alpha": 2.0,
                 "min_size": 8,
             },
+            **table,
         }
         (folder / "job.toml").write_text(toml.format_toml(job))
         self.plan = fleet.FleetPlan(settings.load_job(folder / "job.toml"), self._bundle, folder / "calm")
@@ -265,6 +290,9 @@ class Campaign:
         last = found[-1]
         if not isinstance(last, JobEnded) or last.status != "done":
             raise LostError(f"the job has not been done: {last}")
+        self.partial = 0
+        if self.plan.job.cohort.mode == "buffered":
+            return require_replayed_states(self.plan, found, self.folder)
         cohorts: list[frozenset[str]] = []
         for event in found:
             if isinstance(event, RoundCommitted):
@@ -297,6 +325,51 @@ class Campaign:
 
     def _words(self) -> str:
         return self._log.read_text(errors="replace")[-3000:]
+
+
+def require_replayed_states(plan: fleet.FleetPlan, found: Sequence[AnyEvent], folder: Path) -> None:
+    """Compute the states of a buffered job from its events and the method's functions, and compare them.
+
+    Raises:
+        LostError: a state differs, or an update counts twice.
+    """
+    job, method = plan.job, methods.load(plan.job.method)
+    members = {member.device: member for member in plan.load_devices()[0]}
+    engine = engines.create_engine("numpy", 1 << 30)
+    states = [settings.create_initial_state(job, load_bundle(plan.bundle), method)]
+    counted, buffer = set[tuple[str, int]](), dict[str, int]()
+
+    def update(device: str, base: int) -> DeviceUpdate:
+        spec = method.send(states[base], DeviceView(device, None))
+        assert spec is not None
+        task, context = make_task_and_context(method, spec, members[device], folder / "replay", engine=engine)
+        seed = seed_deriver(job.seed, job.name, base)(device)
+        result = method.work(task, replace(context, rng=tensors.seeded_rng(seed)))
+        # as sent: the names of a file are sorted
+        bundles = {name: tensors.decode_tensors(tensors.encode_tensors(part)) for name, part in result.bundles.items()}
+        return DeviceUpdate(device, base, result.weight, result.metrics, bundles)
+
+    for event in found:
+        if isinstance(event, UpdateAccepted):
+            device, base = event.update.device, event.update.round
+            if (device, base) in counted:
+                raise LostError(f"an update of {device}, of round {base}, counts twice")
+            counted.add((device, base))
+            buffer[device] = base
+        elif isinstance(event, UpdateLost):
+            counted.remove((event.device, buffer.pop(event.device)))
+        elif isinstance(event, RoundCommitted):
+            total = None
+            for device, base in sorted(buffer.items()):
+                sent = update(device, base)
+                if base < event.round and method.aggregation.rebase is not None:
+                    weight = job.cohort.staleness.weight(event.round - base)
+                    sent = method.aggregation.rebase(states[-1], states[base], sent, weight)
+                total = method.aggregation.fold(states[-1], total, sent)
+            states.append(method.step(states[-1], total))
+            buffer.clear()
+            if hashlib.sha256(tensors.pack_state(states[-1])).hexdigest() != event.state.sha256:
+                raise LostError(f"the state of round {event.round} is another one than its events give")
 
 
 def calm(plan: fleet.FleetPlan, cohorts: Sequence[Collection[str]]) -> tuple[str, list[AnyEvent]]:

@@ -7,7 +7,7 @@ from typing import Any
 from fedquilt import wire
 from fedquilt.coordinator.background_worker import LARGE_BYTES, BackgroundWorker
 from fedquilt.coordinator.delivery.executor import LinkExecutor
-from fedquilt.coordinator.jobs.controller import Observe
+from fedquilt.coordinator.jobs.context import Observe
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import sites

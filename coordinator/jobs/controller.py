@@ -16,22 +16,17 @@ from functools import partial
 from typing import TypeVar
 
 from fedquilt import wire
-from fedquilt.coordinator.background_worker import BackgroundWorker, Callback, run_and_capture
-from fedquilt.coordinator.delivery.executor import Executor
+from fedquilt.coordinator.background_worker import run_and_capture
 from fedquilt.coordinator.device_columns import ELIGIBLE
 from fedquilt.coordinator.fleet import fair_share
-from fedquilt.coordinator.fleet.fair_share import DeviceLeases
-from fedquilt.coordinator.fleet.registry import DeviceRegistry
+from fedquilt.coordinator.jobs.context import CoordinatorContext
 from fedquilt.coordinator.jobs.job import RunningJob, decide_next_event
-from fedquilt.coordinator.jobs.retention import GarbageCollector
 from fedquilt.coordinator.rounds import decisions, events, responses
-from fedquilt.coordinator.rounds.job_state import JobView
 from fedquilt.coordinator.rounds.selection import NO_WORK
-from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.updates import job_blobs, validation
+from fedquilt.coordinator.updates import job_blobs
 from fedquilt.coordinator.updates.aggregation import blob_hashes, total_blob_bytes
 from fedquilt.coordinator.updates.job_blobs import CommitResult
-from fedquilt.core import FedquiltError, JobError, StoreError, Update, shorten_error
+from fedquilt.core import FedquiltError, JobError, StoreError, Update
 from fedquilt.host.logs import log_ids
 
 log = logging.getLogger("fedquilt.coordinator")
@@ -135,12 +130,13 @@ class UpdatePipeline:
             queue_wait_s = self._executor.transfer_wait_s(device) if was_queued else 0.0
             if now_s < self._extended_deadline_s + queue_wait_s:
                 self._punctual_devices.add(device)
-            self._context.start_work(validation, partial(self._apply_validation_if_current, device, update))
+            callback = partial(self._apply_validation_if_current, device, update, self._job.job_state.round)
+            self._context.start_work(validation, callback)
         else:
             self._apply_validation(device, validation, now_s)
 
     def _apply_validation_if_current(
-        self, device: str, update: Update, validation: Callable[[], responses.UpdateValidated], now_s: float
+        self, device: str, update: Update, round: int, validation: Callable[[], responses.UpdateValidated], now_s: float
     ) -> None:
         if self._validating_updates.get(device) != update:
             return  # the device has announced another update
@@ -148,6 +144,8 @@ class UpdatePipeline:
         self._punctual_devices.discard(device)
         if self._is_job_inactive or self._controller.arriving_updates.get(device) != update:
             return  # the round is closed, and the blobs may be deleted
+        if self._job.job_state.round != round and self._job.job_state.phase == "open":
+            return self.validate_update(device, update, now_s)  # for the present state
         self._apply_validation(device, validation, now_s)
 
     def _apply_validation(self, device: str, validation: Callable[[], responses.UpdateValidated], now_s: float) -> None:
@@ -224,80 +222,6 @@ class UpdatePipeline:
 
 START_S = 20.0  # time after the activation of a job for which selected devices count as working without a message
 IMMEDIATE_ACTIONS = frozenset((responses.FetchUpdate, responses.ValidateUpdate))  # actions without external effect
-Observe = Callable[[JobView, events.AnyEvent], None]
-
-
-class CoordinatorContext:
-    def __init__(self, executor: Executor, store: Store, observe: Observe, worker: BackgroundWorker) -> None:
-        self.executor, self.store, self.observe, self.worker = executor, store, observe, worker
-        self.registry, self.leases = DeviceRegistry(), DeviceLeases()
-        self.jobs: dict[str, JobController] = {}  # by id, in the order of activation
-        self.unpublished_jobs: dict[str, JobView] = {}  # jobs with unpublished changes
-        self.fetching_jobs: dict[str, JobController] = {}  # device -> job whose update is being transferred
-        # actions to carry out after the events are written, or None outside of a batch
-        self.deferred_actions: list[tuple[JobController, responses.Action]] | None = None
-        self._epoch_raising_devices: set[str] = set()  # devices that have raised the epoch
-        self.garbage = GarbageCollector(store, self.blobs_in_use)
-
-    def start_work(self, item: Callable[[], T], callback: Callback[T]) -> None:
-        """Pass a work item to the worker. Blobs that the item uses are pinned until `callback` has returned."""
-        self.worker.submit(*self.store.blob_store.pin_during(item, callback))
-
-    def cancel_task(self, device: str, job: str, now_s: float) -> None:
-        """Cancel a job's task on a device. If another job holds the lease, only stop the transfer of the update."""
-        if not self.leases.release_device(device, job, now_s):
-            if (fetching_job := self.fetching_jobs.get(device)) is not None and fetching_job.id == job:
-                self.executor.fetch_blobs(device, ())
-            return
-        self.executor.cancel_task(device)
-        self.fetching_jobs.pop(device, None)
-        self.send_unsent_task(device, now_s)
-
-    def release_device(self, device: str, job: str, now_s: float) -> None:
-        """End a job's lease on a device, and send the device its task of another job that waits for the device."""
-        if self.leases.release_device(device, job, now_s):
-            self.send_unsent_task(device, now_s)
-
-    def send_unsent_task(self, device: str, now_s: float) -> None:
-        """Send a free device its task of the first active job that waits for the device."""
-        for controller in self.jobs.values():
-            if device in controller.unsent_devices:
-                controller.unsent_devices.remove(device)
-                controller.send_task(device, now_s)
-
-    def acknowledge_update(self, device: str, update: Update, accepted: bool, reason: str) -> None:
-        ack = wire.Ack(update.job, update.round, update.attempt, accepted, shorten_error(reason))
-        self.executor.send_ack(device, ack)
-
-    def adopt_epoch(self, device: str, epoch: int) -> None:
-        """Raise the epoch above a device's epoch, which is higher if the home is an older copy.
-
-        Each device can raise the epoch once, and by no more than MAX_EPOCH_LEAD.
-        """
-        if epoch < self.store.epoch:
-            return
-        if device in self._epoch_raising_devices or epoch > self.store.epoch + validation.MAX_EPOCH_LEAD:
-            log.warning("%s: implausible coordinator epoch %d ignored", device, epoch, extra=log_ids(device=device))
-            return
-        self._epoch_raising_devices.add(device)
-        self.raise_epoch(epoch)
-
-    def raise_epoch(self, min_epoch: int) -> None:
-        """Start an epoch above `min_epoch` for the executor and all jobs, unless the present epoch is higher."""
-        if min_epoch >= self.store.epoch:
-            self.executor.set_epoch(self.store.begin_epoch(min_epoch))
-            for id in self.jobs:
-                self.store.mark_running(id)
-
-    def blobs_in_use(self) -> set[str]:
-        return self.executor.unacknowledged_update_blobs.union(
-            *(controller.blobs_in_use() for controller in self.jobs.values())
-        )
-
-    def collect_garbage(self) -> None:
-        accepted_updates = [controller.job.job_state.accepted_updates for controller in self.jobs.values()]
-        if self.garbage.is_due(sum(map(len, accepted_updates))):
-            self.garbage.collect()
 
 
 class JobController:
@@ -463,7 +387,7 @@ class JobController:
         """
         job, context = self.job, self._context
         # an error in another device's task may have ended the job
-        if job.job_state.phase != "open" or device not in job.job_state.pending_devices:
+        if self.has_ended or device not in job.job_state.pending_devices:
             return
         profile = context.registry.latest_profile(device)
         # after a restart, the profile with the engines may not have arrived yet
@@ -576,13 +500,17 @@ class JobController:
                     self.send_task(device, now_s)
                 # silent devices of earlier attempts that were not selected again
                 self._cancel_tasks(set(job.job_state.silent_devices) - job.job_state.pending_devices, now_s)
+                if previous_state.phase == "selecting":
+                    self._continue_arriving_updates(now_s)
             case events.UpdateLost():
                 ids = log_ids(run=job.id, round=event.round, device=event.device)
                 log.warning("%s: %s's update is requested again: %s", job.id, event.device, event.reason, extra=ids)
                 self._context.raise_epoch(self._context.store.epoch)
                 self.send_task(event.device, now_s)
-            case events.RoundClosed() | events.JobEnded():
-                self._cancel_tasks(previous_state.pending_devices | set(previous_state.silent_devices), now_s)
+            case events.RoundClosed() | events.TasksCancelled() | events.JobEnded():
+                open_devices = frozenset[str]() if self.has_ended else job.job_state.pending_devices
+                ended_devices = previous_state.pending_devices.union(previous_state.silent_devices) - open_devices
+                self._cancel_tasks(ended_devices, now_s)
             case events.RoundCommitted() if commit is not None:
                 self._context.garbage.add_candidates(job.blobs_released_by_commit(previous_state))
                 job.start_next_round(commit)
@@ -591,6 +519,12 @@ class JobController:
         if isinstance(event, events.RoundCommitted | events.JobEnded):
             self._context.store.snapshots.save_if_due(job.id, job.snapshot)
         self.schedule_publication()
+
+    def _continue_arriving_updates(self, now_s: float) -> None:
+        """Fetch and validate the updates that arrived between two rounds."""
+        for device, update in list(self.arriving_updates.items()):
+            fetch, validate = responses.FetchUpdate(device, update), responses.ValidateUpdate(device, update)
+            self._schedule_action(fetch if update.bundles else validate, now_s)
 
     def _cancel_tasks(self, devices: Collection[str], now_s: float) -> None:
         for device in sorted(devices):

@@ -22,7 +22,13 @@ from fedquilt.coordinator.fleet.registry import DeviceRegistry
 from fedquilt.coordinator.rounds import decisions, events
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
 from fedquilt.coordinator.rounds.decisions import restart_event, to_process_clock
-from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event, describe_unmetered_tasks
+from fedquilt.coordinator.rounds.job_state import (
+    JobConstants,
+    JobState,
+    TaskVersion,
+    apply_event,
+    describe_unmetered_tasks,
+)
 from fedquilt.coordinator.rounds.responses import UpdateValidated
 from fedquilt.coordinator.rounds.selection import BUSY, SHARE, DeviceSnapshot, JobRequirements
 from fedquilt.coordinator.settings import require_matching_bundle, required_packages
@@ -34,15 +40,18 @@ from fedquilt.coordinator.updates.aggregation import (
     aggregate_evaluations,
     average_metrics,
     blob_hashes,
+    describe_early_end,
     explain_evaluation,
     explain_missing_metrics,
     explain_unchanged_loss,
     total_blob_bytes,
 )
+from fedquilt.coordinator.updates.earlier_states import EarlierStates
 from fedquilt.coordinator.updates.job_blobs import CommitResult, EncodedBundles, LoadedState, ModelStates
 from fedquilt.core import (
     Action,
     BlobRef,
+    DeviceUpdate,
     DeviceView,
     EvaluationRound,
     Method,
@@ -88,13 +97,14 @@ class RunningJob:
         self._model_states = ModelStates(
             row.id, row.job, method, self.bundle, row.bundle, store.blob_store, large_bytes
         )
+        self._earlier_states = EarlierStates(method, self._model_states)
         self.requirements = JobRequirements(
             self.engines, row.job.cohort, row.job.wire.codec, tuple(required_packages(row.job, self.bundle).items())
         )
         self.state: Any = None
         # held-out examples of each class in the latest evaluation outside of rounds
         self.class_counts: tuple[int, ...] = ()
-        self._sent_blobs: set[str] = set()  # sha256 of the blobs of the running round's tasks
+        self._sent_blobs: dict[str, int] = {}  # sha256 of the open tasks' blobs -> round of the latest such task
         self._encoded_bundles: EncodedBundles = {}  # most recently used bundles
         self._losses: dict[int, float] = {}  # completed rounds -> loss, since the activation of the job
         self._workloads: dict[str, DeviceWorkload] = {}  # device -> workload in the running round
@@ -142,14 +152,19 @@ class RunningJob:
         self._apply_event(event, new_state)
 
     def required_blobs(self) -> set[str]:
-        """Return the sha256 of the blobs of the job's bundle, state and partial aggregate."""
-        sum = self.job_state.partial_aggregate.sum if self.job_state.partial_aggregate else None
-        return {ref.sha256 for ref in (self.job_state.state, sum, *self.bundle.files.values()) if ref is not None}
+        """Return the sha256 of the blobs of the job's bundle, states and partial aggregate."""
+        return _state_blobs(self.job_state) | {ref.sha256 for ref in self.bundle.files.values()}
 
     def build_task(
         self, device: str, engine: str, profile: Profile | None, now_s: float, actions: tuple[Action, ...] | None = None
     ) -> Task | None:
-        """Return a device's task in the running round, or None if the method has no work for the device."""
+        """Return a device's open task, or None if the method has no work for the device.
+
+        With `actions`, return a task with these actions on the present state.
+        """
+        version = self.job_state.task_version(device)
+        if actions is None and version.round < self.job_state.round:
+            return self._build_earlier_task(device, version, engine, profile, now_s)
         cached_workload = self._workloads.get(device)
         cached_spec = (
             self._task_specs.get(device) if cached_workload is not None and cached_workload.profile == profile else None
@@ -157,34 +172,52 @@ class RunningJob:
         if (task_spec := cached_spec or self._task_spec_for_device(device, profile)) is None:
             return None
         self._device_seed = self._device_seed or seed_deriver(self.job.seed, self.job.name, self.job_state.round)
-        task_actions = actions or self.job_state.task_actions
+        task_actions, remaining_s = actions or self.job_state.task_actions, self.job_state.remaining_s(device, now_s)
+        version = TaskVersion(self.job_state.round, self.job_state.attempt, self.job_state.state)
         task = self._task_spec_cache.reuse_or_build_task(
             task_spec,
-            (engine, task_actions, self.job_state.attempt, self.job_state.remaining_s(now_s), now_s),
-            lambda: tasks.make_task(
-                task_spec,
-                store_bundle=self._store_bundle,
-                job=self.id,
-                round=self.job_state.round,
-                attempt=self.job_state.attempt,
-                method=self.job.method,
-                engine=engine,
-                work=self._workload_of_task_spec(task_spec, engine, task_actions).work,
-                actions=task_actions,
-                seed=0,
-                deadline_s=self.job_state.remaining_s(now_s),
-                wire=self.job.wire,
-                state=self.job_state.state.sha256 if self.job_state.state else "",
-                class_shares=self._class_shares() if "check" in task_actions else None,
-            ),
-            seed=self._device_seed(device),
-            tier=peak_memory.tier_from_profile(profile),
-            last_counted_round=self.job_state.history.get(device, NEVER).last_round,
+            (engine, task_actions, version.attempt, remaining_s, now_s),
+            lambda: self._make_task(task_spec, version, engine, task_actions, remaining_s),
+            **self._device_fields(device, profile, self._device_seed(device)),
         )
         # evict bundles made for single devices
         while len(self._encoded_bundles) > CACHED_TASKS * len(task.bundles):
             del self._encoded_bundles[next(iter(self._encoded_bundles))]
         return task
+
+    def _build_earlier_task(
+        self, device: str, version: TaskVersion, engine: str, profile: Profile | None, now_s: float
+    ) -> Task | None:
+        if (task_spec := self._open_task_spec(device, profile)) is None:
+            return None
+        task = self._make_task(task_spec, version, engine, ("work",), self.job_state.remaining_s(device, now_s))
+        device_seed = seed_deriver(self.job.seed, self.job.name, version.round)(device)
+        return msgspec.structs.replace(task, **self._device_fields(device, profile, device_seed))
+
+    def _make_task(
+        self, task_spec: TaskSpec, version: TaskVersion, engine: str, actions: tuple[Action, ...], deadline_s: float
+    ) -> Task:
+        return tasks.make_task(
+            task_spec,
+            store_bundle=partial(self._store_bundle, round=version.round),
+            job=self.id,
+            round=version.round,
+            attempt=version.attempt,
+            method=self.job.method,
+            engine=engine,
+            work=self._workload_of_task_spec(task_spec, engine, actions).work,
+            actions=actions,
+            seed=0,
+            deadline_s=deadline_s,
+            wire=self.job.wire,
+            state=version.state.sha256 if version.state else "",
+            class_shares=self._class_shares() if "check" in actions else None,
+        )
+
+    def _device_fields(self, device: str, profile: Profile | None, seed: int) -> dict[str, Any]:
+        last_counted_round = self.job_state.history.get(device, NEVER).last_round
+        tier = peak_memory.tier_from_profile(profile)
+        return {"seed": seed, "tier": tier, "last_counted_round": last_counted_round}
 
     def _class_shares(self) -> tuple[float, ...] | None:
         """Return the class shares for an evaluation, () if all classes count equally, or None without class priors."""
@@ -263,7 +296,7 @@ class RunningJob:
 
     def manifest_problem(self, update: Update, profile: Profile | None = None) -> str:
         """Return why an update's manifest is invalid, or "" if valid or not of the running round."""
-        is_of_round = (update.job, update.round) == (self.id, self.job_state.round)
+        is_of_round = (update.job, update.round) == (self.id, self.job_state.task_version(update.device).round)
         if not is_of_round or update.device not in self.job_state.pending_devices:
             return ""
         if self._manifest_validator is None:
@@ -332,14 +365,14 @@ class RunningJob:
         return read
 
     def _build_base_finder(self, update: Update, profile: Profile | None) -> BaseTensors:
-        task_spec = self._task_spec_for_device(update.device, profile) if update.bases else None
+        task_spec = self._open_task_spec(update.device, profile) if update.bases else None
         # after a restart, `_sent_blobs` is empty
         task_blobs = {self._store_bundle(value).sha256 for value in task_spec.bundles.values()} if task_spec else set()
         return partial(
             job_blobs.base_tensors,
             self._store.blob_store,
             update,
-            task_blobs | self._sent_blobs if update.bases else set(),
+            task_blobs.union(self._sent_blobs) if update.bases else set(),
         )
 
     def has_updates_to_fold(self) -> bool:
@@ -365,6 +398,8 @@ class RunningJob:
         if "work" in job_state.task_actions:
             state = self._active_method.step(state, self.aggregator.take_aggregate(job_state))
             validation.require_finite_state(state, tuple(sorted(job_state.accepted_updates)))
+        open_versions = map(job_state.task_version, job_state.pending_devices)
+        earlier_states = {version.state for version in open_versions if version.state is not None}
         usage, finished, updates = job_state.usage, self.method.is_done(state), job_state.accepted_updates.values()
         reports_usage = usage.metered or not job_state.round
         unmetered_note = describe_unmetered_tasks(self.job.stop, usage) if reports_usage else None
@@ -393,6 +428,7 @@ class RunningJob:
             evaluation=evaluation,
             best=new_best is not None and new_best.state == job_state.state,
             warnings=tuple(filter(None, warnings)),
+            earlier_states=tuple(sorted(earlier_states, key=lambda ref: ref.sha256)),
         )
         del state  # free the memory before the stored state is loaded
         state = self._model_states.load_state(event.state, job_state.round, can_recreate=True)
@@ -402,28 +438,23 @@ class RunningJob:
 
     def use_encoded_bundles(self, encoded: EncodedBundles) -> None:
         self._encoded_bundles = encoded
-        self._sent_blobs.update(ref.sha256 for _, ref in encoded.values())
+        self._sent_blobs.update(dict.fromkeys((ref.sha256 for _, ref in encoded.values()), self.job_state.round))
 
     def blobs_released_by_commit(self, previous_state: JobState) -> set[str]:
         """Return the blobs of the committed round that may be garbage: updates, aggregate, task bundles and states."""
-        best_state = previous_state.best.state if previous_state.best else None
-        refs = [
-            previous_state.state,
-            previous_state.partial_aggregate.sum if previous_state.partial_aggregate else None,
-            best_state,
-        ]
-        return (
-            blob_hashes(previous_state.accepted_updates.values())
-            | self.sent_blobs()
-            | {ref.sha256 for ref in refs if ref is not None}
-        )
+        best_blobs = {previous_state.best.state.sha256} if previous_state.best else set[str]()
+        update_blobs = blob_hashes(previous_state.accepted_updates.values())
+        return update_blobs | self.sent_blobs() | _state_blobs(previous_state) | best_blobs
 
     def sent_blobs(self) -> set[str]:
         return set(self._sent_blobs)
 
     def start_next_round(self, commit: CommitResult) -> None:
         self.state = commit.state
-        for cache in (self._sent_blobs, self._workloads, self._task_specs):
+        earlier_rounds = [version.round for version in self.job_state.earlier_versions.values()]
+        oldest_round = min(earlier_rounds, default=self.job_state.round)
+        self._sent_blobs = {sha256: round for sha256, round in self._sent_blobs.items() if round >= oldest_round}
+        for cache in (self._workloads, self._task_specs):
             cache.clear()
         self.use_encoded_bundles(commit.encoded_bundles)
         self._reset_round_caches()
@@ -436,14 +467,27 @@ class RunningJob:
         state_bytes = self.job_state.state.size if self.job_state.state else 0
         largest_bytes = max(update_bytes, state_bytes, *map(total_blob_bytes, self.job_state.accepted_updates.values()))
         large = largest_bytes >= self._large_bytes or self.job_state.partial_aggregate is not None
-        self.aggregator = Aggregator(self._store.blob_store, self._active_method, self.state, self.job, large=large)
+        self.aggregator = Aggregator(
+            self._store.blob_store, self._active_method, self.state, self.job, large=large, rebase=self._rebase_update
+        )
+
+    def _rebase_update(self, update: DeviceUpdate) -> DeviceUpdate:
+        return self._earlier_states.rebase_update(update, self.state, self.job_state)
 
     def _task_spec_for_device(self, device: str, profile: Profile | None) -> TaskSpec | None:
-        view = DeviceView(device, profile, self.job_state.history.get(device, NEVER))
-        method = self._active_method
+        view, method = self._view_device(device, profile), self._active_method
         is_common = method is self.method and self.method.common_task
         task_spec = self._task_spec_cache.task_spec_for_device(method.send, self.state, view, common=is_common)
         return tasks.with_epochs(task_spec, self.job_state.epochs.get(device))
+
+    def _open_task_spec(self, device: str, profile: Profile | None) -> TaskSpec | None:
+        version = self.job_state.task_version(device)
+        if version.round == self.job_state.round:
+            return self._task_spec_for_device(device, profile)
+        return self._earlier_states.make_task_spec(version, self._view_device(device, profile))
+
+    def _view_device(self, device: str, profile: Profile | None) -> DeviceView:
+        return DeviceView(device, profile, self.job_state.history.get(device, NEVER))
 
     @property
     def _active_method(self) -> Method | EvaluationRound:
@@ -456,7 +500,7 @@ class RunningJob:
         self.snapshot.apply_event(event, new_state)
         self.job_state = new_state
 
-    def _store_bundle(self, value: Tensors | BlobRef) -> BlobRef:
+    def _store_bundle(self, value: Tensors | BlobRef, round: int | None = None) -> BlobRef:
         """Return the blob of a task's tensors, stored if missing. A file of the job's bundle is restored."""
         if isinstance(value, BlobRef):
             bundle_files = {name: ref for name, ref in self.bundle.files.items() if ref == value}
@@ -466,15 +510,14 @@ class RunningJob:
         if encoded is None or not self._store.blob_store.has_blob(encoded[1]):
             encoded = (value, job_blobs.store_tensors(self._store.blob_store, value))
         self._encoded_bundles[id(value)] = encoded
-        self._sent_blobs.add(encoded[1].sha256)
+        round = self.job_state.round if round is None else round
+        self._sent_blobs[encoded[1].sha256] = max(round, self._sent_blobs.get(encoded[1].sha256, 0))
         return encoded[1]
 
 
-def describe_early_end(method: Method, name: str, rounds: int, round: int) -> str | None:
-    """Return a note after the last round if the method has an end of its own, or else None."""
-    if method.is_done is Method.is_done or round + 1 < rounds:
-        return None
-    return f"{name} has not finished after the job's {rounds} rounds, and the result is preliminary: raise rounds"
+def _state_blobs(job_state: JobState) -> set[str]:
+    sum = job_state.partial_aggregate.sum if job_state.partial_aggregate else None
+    return {ref.sha256 for ref in (job_state.state, sum, *job_state.earlier_states) if ref is not None}
 
 
 def decide_next_event(

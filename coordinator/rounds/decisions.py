@@ -26,6 +26,7 @@ from fedquilt.coordinator.rounds.events import (
     JobEnded,
     RoundClosed,
     RoundRetried,
+    TasksCancelled,
 )
 from fedquilt.coordinator.rounds.job_state import JobState, describe_unmetered_tasks
 from fedquilt.coordinator.rounds.selection import (
@@ -161,13 +162,21 @@ def next_decision_s(state: JobState) -> float:
     """Return the time at which `decide_event` may change its result without input."""
     if state.phase != "open":
         return math.inf
+    task_deadlines_s = map(state.task_deadline_s, state.pending_devices) if state.is_buffered else ()
+    return min(_attempt_end_s(state), *task_deadlines_s, math.inf)
+
+
+def _attempt_end_s(state: JobState) -> float:
     limit_s = ALL_DECLINED_WAIT_S if have_all_declined(state) else math.inf
     return state.opened_s + min(state.deadline_s, limit_s)
 
 
 def delay_attempt(state: JobState, lost_s: float) -> JobState:
     """Return the state with the start of the attempt `lost_s` later. With infinity the attempt never ends."""
-    return replace(state, opened_s=state.opened_s + lost_s) if lost_s else state
+    if not lost_s:
+        return state
+    selected_s = {device: time_s + lost_s for device, time_s in state.selected_s.items()}
+    return replace(state, opened_s=state.opened_s + lost_s, selected_s=selected_s)
 
 
 def site_deadline_s(state: JobState) -> float:
@@ -179,6 +188,7 @@ def can_skip_decision(state: JobState, now_s: float, unreachable_devices: Abstra
     """Return whether the next update cannot lead to a decision, because the round needs more updates."""
     return (
         state.phase == "open"
+        and not state.is_buffered  # another device takes the place of each one that is done
         and not state.pending_devices <= unreachable_devices
         and not (state.is_deadline_extended or has_full_cohort(state))
         and not any(
@@ -257,13 +267,17 @@ def _decide_selection_or_end(
             return JobEnded("done", describe_unmetered_tasks(constants.stop, state.usage) or "")
         if state.reached_limit is not None:
             return JobEnded("done", state.reached_limit)
+    if outdated_devices := _devices_with_outdated_tasks(state):
+        return TasksCancelled(state.round, outdated_devices, "staleness")
     if len(online_devices) < minimum_devices_to_start(state):
         return None
-    free_devices = online_devices - (state.accepted_updates.keys() | state.decline_reasons.keys() | busy_devices)
-    missing_count = updates_to_close(state, online_devices) - len(state.accepted_updates)
-    count = math.ceil(missing_count * (1 + constants.cohort.over_select))
-    cohort = _select_devices(state, free_devices, min(count, max_devices))
-    if not cohort:
+    working_devices = state.pending_devices - busy_devices
+    free_devices = online_devices - (
+        state.accepted_updates.keys() | state.decline_reasons.keys() | busy_devices | working_devices
+    )
+    count = _missing_device_count(state, updates_to_close(state, online_devices), online_devices, working_devices)
+    cohort = _select_devices(state, free_devices, min(max(count, 0), max_devices))
+    if not cohort and not working_devices:
         return None
     workloads = {device: workload_of(device) for device in cohort}
     deadline_decision = deadline.decide_deadline(constants.cohort, state.durations, workloads)
@@ -278,6 +292,23 @@ def _decide_selection_or_end(
         deadline_decision.seconds,
         epochs=dict(deadline_decision.epochs),
     )
+
+
+def _devices_with_outdated_tasks(state: JobState) -> tuple[str, ...]:
+    oldest_round = state.round - state.constants.cohort.staleness.max
+    return tuple(sorted(device for device in state.pending_devices if state.task_version(device).round < oldest_round))
+
+
+def _missing_device_count(
+    state: JobState, wanted_updates: int, online_devices: DeviceSet, working_devices: AbstractSet[str]
+) -> int:
+    """Return how many devices to select: for the missing updates or, in buffered mode, for the free places."""
+    cohort = state.constants.cohort
+    if state.is_buffered:
+        count = cohort.concurrency or len(online_devices)
+    else:
+        count = math.ceil((wanted_updates - len(state.accepted_updates)) * (1 + cohort.over_select))
+    return count - sum(device in online_devices for device in working_devices)
 
 
 def _select_devices(state: JobState, free_devices: DeviceSet, max_devices: float) -> tuple[str, ...]:
@@ -311,12 +342,14 @@ def _decide_open_round(
     wanted_updates = updates_to_close(state, online_devices, unreachable_devices)
     if update_count >= wanted_updates:
         return RoundClosed(state.round)
+    if state.is_buffered and (
+        late_devices := sorted(device for device in state.pending_devices if now_s >= state.task_deadline_s(device))
+    ):
+        return TasksCancelled(state.round, tuple(late_devices), "deadline")
     has_quorum = update_count >= quorum(state, wanted_updates)
     # after a restart, a selected device may be leased to another job
     working_devices = state.pending_devices - busy_devices
-    missing_count = math.ceil((wanted_updates - update_count) * (1 + cohort_settings.over_select)) - sum(
-        device in online_devices for device in working_devices
-    )
+    missing_count = _missing_device_count(state, wanted_updates, online_devices, working_devices)
     disconnected_devices = (
         frozenset()
         if state.cohort_size
@@ -336,7 +369,7 @@ def _decide_open_round(
         )
     if has_quorum and state.is_deadline_extended:
         return RoundClosed(state.round)
-    if now_s >= next_decision_s(state) and not (
+    if now_s >= _attempt_end_s(state) and not (
         new_devices and have_all_declined(state) and now_s < state.opened_s + state.deadline_s
     ):
         if has_quorum:

@@ -24,14 +24,21 @@ _LATE_RESULT_TRANSITIONS: Final[Mapping[Phase, tuple[Phase, ...]]] = {
     "stopped": ("stopped",),
     "failed": ("failed",),
 }
+# In buffered mode, devices work on while a round is committed and the next one begins.
+_BETWEEN_ROUNDS: Final[Mapping[Phase, tuple[Phase, ...]]] = {
+    **_LATE_RESULT_TRANSITIONS,
+    "selecting": ("selecting",),
+    "closing": ("closing",),
+}
 TRANSITIONS: Final[Mapping[str, Mapping[Phase, tuple[Phase, ...]]]] = {
     "NoteRecorded": {"new": ("new",), "stopped": ("stopped",), "failed": ("failed",)},  # before the start or a resume
     "JobStarted": {"new": ("selecting",), "stopped": ("stopped",), "failed": ("failed",)},
     "EligibilityRecorded": {"selecting": ("selecting",), "open": ("open",)},
     "CohortSelected": {"selecting": ("open",), "open": ("open",)},
-    "TaskDeclined": _LATE_RESULT_TRANSITIONS,
+    "TaskDeclined": _BETWEEN_ROUNDS,
+    "TasksCancelled": {"selecting": ("selecting",), "open": ("open",)},
     "UpdateAccepted": _LATE_RESULT_TRANSITIONS,
-    "UpdateRejected": _LATE_RESULT_TRANSITIONS,
+    "UpdateRejected": _BETWEEN_ROUNDS,
     "UpdateLost": {**_LATE_RESULT_TRANSITIONS, "closing": ("open",)},
     "UpdatesAggregated": {**_STAYS_OPEN, "closing": ("closing",)},
     "DeadlineExtended": _STAYS_OPEN,
@@ -92,6 +99,14 @@ class TaskDeclined(Event, frozen=True):
     reason: str
     shortage: MemoryShortage | None = None  # requirements of the task after a memory decline
     agent_start_key: str = ""  # `DeviceRegistry.agent_start_key`, or "" if unknown
+
+
+class TasksCancelled(Event, frozen=True):
+    """Cancellation of open tasks in buffered mode, because they are late or their states are outdated."""
+
+    round: int
+    devices: tuple[str, ...]
+    reason: Literal["deadline", "staleness"]
 
 
 class UpdateAccepted(Event, frozen=True):
@@ -163,6 +178,7 @@ class RoundCommitted(Event, frozen=True):
     evaluation: EvaluationSums | None = None  # evaluation of the state at the start of the round
     best: bool = False  # whether that evaluation is the best so far
     warnings: tuple[str, ...] = ()  # of the coordinator
+    earlier_states: tuple[BlobRef, ...] = ()  # states on which devices still work, in buffered mode
 
 
 class JobEnded(Event, frozen=True, omit_defaults=True):
@@ -190,6 +206,7 @@ _AttemptEvent = (
     EligibilityRecorded
     | CohortSelected
     | TaskDeclined
+    | TasksCancelled
     | UpdateAccepted
     | UpdateRejected
     | UpdateLost

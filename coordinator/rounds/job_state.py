@@ -11,7 +11,8 @@ limit by one round. Joules do not include tasks without a meter, whose number th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Set as AbstractSet
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import field
@@ -32,6 +33,8 @@ from fedquilt.coordinator.rounds.selection import (
 )
 from fedquilt.coordinator.settings import CohortSettings, JobLimits, JobSettings
 from fedquilt.core import Action, BlobRef, EvaluationSums, JobError, Update, evaluation
+
+T = TypeVar("T")
 
 GAIN_TOLERANCE: Final = 1e-9  # a gain may be this much below `min_gain`
 
@@ -137,6 +140,14 @@ def _unmetered_suffix(usage: ResourceUsage) -> str:
     return f", not counting {usage.unmetered} task{'s' * (usage.unmetered > 1)} on devices without a power meter"
 
 
+class TaskVersion(msgspec.Struct, frozen=True):
+    """Round, attempt and state of a device's task."""
+
+    round: int
+    attempt: int
+    state: BlobRef | None
+
+
 class JobState(msgspec.Struct, frozen=True):
     constants: JobConstants
     phase: events.Phase = "new"
@@ -186,6 +197,9 @@ class JobState(msgspec.Struct, frozen=True):
     evaluation_rounds: int = 0  # number of evaluation rounds so far
     class_counts: tuple[int, ...] = ()  # held-out examples of each class in the last evaluation
     reason: str = ""
+    # buffered mode: device -> its task of an earlier round, which is open or whose update this round has accepted
+    earlier_versions: Mapping[str, TaskVersion] = field(default_factory=dict)
+    earlier_states: tuple[BlobRef, ...] = ()  # states of `RoundCommitted` on which devices still worked
 
     @property
     def eligible(self) -> frozenset[str]:
@@ -206,6 +220,18 @@ class JobState(msgspec.Struct, frozen=True):
         return 0 if self.is_evaluation_round else self.constants.cohort.size
 
     @property
+    def is_buffered(self) -> bool:
+        return self.constants.cohort.mode == "buffered"
+
+    def task_version(self, device: str) -> TaskVersion:
+        """Return the version of a device's task: that of the running attempt, or an earlier one in buffered mode."""
+        return self.earlier_versions.get(device) or TaskVersion(self.round, self.attempt, self.state)
+
+    def staleness(self, update: Update) -> int:
+        """Return the number of commits since the state from which an update was computed."""
+        return self.round - update.round
+
+    @property
     def completed_rounds(self) -> int:  # without evaluation rounds
         return self.round - self.evaluation_rounds
 
@@ -220,7 +246,7 @@ class JobState(msgspec.Struct, frozen=True):
             return self.parent_order.actions
         if self.is_evaluation_round:
             return ("work",)
-        if self.is_work_done:
+        if self.is_work_done and not self.is_buffered:
             return ("check",)
         every = 0 if self.constants.check_beside else self.constants.check_every
         return ("check", "work") if every and self.completed_rounds % every == 0 else ("work",)
@@ -243,8 +269,13 @@ class JobState(msgspec.Struct, frozen=True):
     def max_deadline_s(self) -> float:
         return (self.parent_order and self.parent_order.deadline_s) or self.constants.cohort.deadline_s
 
-    def remaining_s(self, now_s: float) -> float:
-        return max(self.opened_s + self.deadline_s - now_s, 0.0)
+    def task_deadline_s(self, device: str) -> float:
+        """Return the time at which a device's task is late: with its attempt, or in buffered mode on its own."""
+        started_s = self.selected_s.get(device, self.opened_s) if self.is_buffered else self.opened_s
+        return started_s + self.deadline_s
+
+    def remaining_s(self, device: str, now_s: float) -> float:
+        return max(self.task_deadline_s(device) - now_s, 0.0)
 
     def decline_event(
         self, device: str, code: str, reason: str, workload: DeviceWorkload, agent_start_key: str = ""
@@ -374,24 +405,25 @@ def _apply_allowed_event(state: JobState, event: events.AnyEvent, now_s: float) 
                 state,
                 decline_reasons={**state.decline_reasons, event.device: event.reason},
                 pending_devices=state.pending_devices - {event.device},
+                earlier_versions=_without_devices(state.earlier_versions, {event.device}),
             )
+        case events.TasksCancelled():
+            return _end_tasks_without_update(state, frozenset(event.devices))
         case events.UpdateLost():
             return _apply_update_lost(state, event, now_s)
         case events.UpdatesAggregated():
             return replace(state, partial_aggregate=event)
         case events.RoundClosed():
-            return replace(state, phase="closing", pending_devices=frozenset(), expected_devices=frozenset())
+            pending_devices = state.pending_devices if state.is_buffered else frozenset[str]()
+            return replace(state, phase="closing", pending_devices=pending_devices, expected_devices=frozenset())
         case events.DeadlineExtended():
             return replace(state, attempt_limit_s=None, is_deadline_extended=True)
         case events.RoundRetried():
-            silent_devices = [device for device in state.silent_devices if device not in state.pending_devices]
             return replace(
-                _restart_attempt_time(state, now_s),
+                _restart_attempt_time(_end_tasks_without_update(state, state.pending_devices), now_s),
                 attempt=event.attempt,
                 is_deadline_extended=False,
                 expected_devices=frozenset(),
-                silent_devices=(*silent_devices, *sorted(state.pending_devices)),
-                pending_devices=frozenset(),
                 decline_reasons={},
                 devices_without_work=frozenset(),
             )
@@ -399,6 +431,21 @@ def _apply_allowed_event(state: JobState, event: events.AnyEvent, now_s: float) 
             return replace(state, opened_s=now_s - passed_s, passed_s=passed_s, restarts=state.restarts + 1)
         case events.RoundCommitted():
             return _apply_round_committed(state, event, now_s)
+
+
+def _end_tasks_without_update(state: JobState, devices: frozenset[str]) -> JobState:
+    """Return the state without the open tasks of these devices, which are selected last from now on."""
+    silent_devices = [device for device in state.silent_devices if device not in devices]
+    return replace(
+        state,
+        silent_devices=(*silent_devices, *sorted(devices)),
+        pending_devices=state.pending_devices - devices,
+        earlier_versions=_without_devices(state.earlier_versions, devices),
+    )
+
+
+def _without_devices(values: Mapping[str, T], devices: AbstractSet[str]) -> Mapping[str, T]:
+    return {device: value for device, value in values.items() if device not in devices}
 
 
 def _restart_attempt_time(state: JobState, now_s: float) -> JobState:
@@ -412,9 +459,9 @@ def _apply_cohort_selected(state: JobState, event: events.CohortSelected, now_s:
             phase="open",
             attempt_limit_s=event.deadline_s,
             is_deadline_extended=False,
-            selected_s={},
+            selected_s={device: state.selected_s.get(device, now_s) for device in state.pending_devices},
             work={},
-            cohort=frozenset(),
+            cohort=state.pending_devices,
         )
     if not state.cohort_size:
         expected_devices = frozenset(
@@ -425,6 +472,7 @@ def _apply_cohort_selected(state: JobState, event: events.CohortSelected, now_s:
         state,
         pending_devices=state.pending_devices | set(event.devices),
         cohort=state.cohort | set(event.devices),
+        earlier_versions=_without_devices(state.earlier_versions, set(event.devices)),
         selected_s={**state.selected_s, **dict.fromkeys(event.devices, now_s)},
         work={**state.work, **event.work},
         epochs={**state.epochs, **event.epochs},
@@ -482,6 +530,7 @@ def _clear_round(state: JobState, round: int) -> JobState:
         devices_without_work=frozenset(),
         redoing_devices=frozenset(),
         sites_by_device={},
+        earlier_versions={},
     )
 
 
@@ -498,10 +547,16 @@ def _rewind_to_round(state: JobState, round: int) -> JobState:
 
 
 def _apply_round_committed(state: JobState, event: events.RoundCommitted, now_s: float) -> JobState:
-    histories = {device: state.history.get(device, NEVER).with_round(state.round) for device in state.accepted_updates}
+    histories = {
+        device: state.history.get(device, NEVER).with_round(update.round)
+        for device, update in state.accepted_updates.items()
+    }
     new_state = replace(
         _restart_attempt_time(_clear_round(state, state.round + 1), now_s),
         phase="selecting",
+        pending_devices=state.pending_devices,
+        earlier_versions={device: state.task_version(device) for device in state.pending_devices},
+        earlier_states=event.earlier_states,
         round_started_s=now_s,
         state=event.state,
         history={**state.history, **histories},

@@ -12,19 +12,21 @@ the server sends all open tasks again.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import field
 
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
-from fedquilt.coordinator.rounds.events import AnyEvent, UpdateRejected
+from fedquilt.coordinator.rounds.events import ENDED_PHASES, AnyEvent, Phase, UpdateRejected
 from fedquilt.coordinator.rounds.job_state import JobState
 from fedquilt.core import Update
 from fedquilt.wire import Claim
 
 REMOVED = "removed from the fleet by request"
 FLOODED = "sent too many messages: the coordinator ignores this device for a while"
+# phases in which updates wait for the next round, in buffered mode
+BETWEEN_ROUNDS: Final[tuple[Phase, ...]] = ("closing", "selecting")
 UNFINISHED = ("queued", "running", "stopping", "stopped", "damaged")
 
 
@@ -146,16 +148,18 @@ def decide_response(
             if arriving_update is None:
                 return Decision(None)
             if error is None:
-                return Decision(arriving_update, (), (ValidateUpdate(device, arriving_update),))
+                is_held = state is not None and state.phase in BETWEEN_ROUNDS
+                return Decision(arriving_update, (), () if is_held else (ValidateUpdate(device, arriving_update),))
             return Decision(None)  # the device announces the update again
         case DeviceChange(device, "flooding"):
             return _exclude_device(state, arriving_update, device, "flooding", FLOODED)
         case DeviceChange(device, "removed"):
             return _exclude_device(state, arriving_update, device, "removed", REMOVED)
         case DeviceChange(device):
-            is_open = state is not None and state.phase == "open"  # a message before may have stopped the job
+            # a message before may have stopped the job
+            is_active = state is not None and state.phase not in ENDED_PHASES
             return Decision(
-                arriving_update, (), (SendTask(device),) if is_open and _is_update_expected(state, device) else ()
+                arriving_update, (), (SendTask(device),) if is_active and _is_update_expected(state, device) else ()
             )
 
 
@@ -173,7 +177,8 @@ def _decide_on_claim(
     device, claim = input.device, input.claim
     if state is None or not _is_update_expected(state, device):
         return Decision(arriving_update, (), (CancelTask(device),))  # an old task retained by the broker
-    if claim.job != job or claim.round != state.round:
+    version = state.task_version(device)
+    if claim.job != job or claim.round != version.round:
         return Decision(arriving_update)
     if claim.code == "counted":
         return Decision(arriving_update, (), (RenewTask(device, claim.epoch),))
@@ -181,7 +186,7 @@ def _decide_on_claim(
         return Decision(arriving_update, (), (SlowResends(device),))
     if claim.code == "cleared":  # another client has deleted the retained task
         return Decision(arriving_update, (), (SendTask(device),))
-    if claim.attempt != state.attempt:
+    if claim.attempt != version.attempt:
         return Decision(arriving_update)
     decline_event = state.decline_event(device, claim.code, claim.reason, input.workload, input.agent_start_key)
     return Decision(None, (decline_event,), (CancelTask(device),))
@@ -203,43 +208,51 @@ def _decide_on_announcement(
         return _reject_unexpected_update(
             state, arriving_update, input, f"job {update.job} is not active on this coordinator"
         )
+    version, accepted_update = state.task_version(device), state.accepted_updates.get(device)
     if update.round in state.history.get(device, ()) or (
-        device in state.accepted_updates and update.round == state.round
+        accepted_update is not None and update.round == accepted_update.round
     ):
         return Decision(arriving_update, (), (AckUpdate(device, update, True),))
     if update.round == state.round and state.phase == "selecting":  # this log is an older copy
         return Decision(arriving_update)  # the device announces the update again after its selection
-    if update.round != state.round or not _is_update_expected(state, device):
+    if update.round != version.round or not _is_update_expected(state, device):
         return _reject_unexpected_update(
             state, arriving_update, input, f"round {update.round + 1} is closed, or this device was not selected for it"
         )
-    if state.state is not None and update.state != state.state.sha256:
-        reason = f"the update started from state {update.state[:12] or '(none)'}, and this round has another state"
+    if version.state is not None and update.state != version.state.sha256:
+        reason = f"the update started from state {update.state[:12] or '(none)'}, and its round has another state"
         return _reject_unexpected_update(state, arriving_update, input, reason)
     if (site := state.sites_by_device.get(device)) is not None:
-        return _reject_update(device, update, _duplicate_device_text(device, site))
+        return _reject_update(state, device, update, _duplicate_device_text(device, site))
     if input.manifest_problem:
-        return _reject_update(device, update, input.manifest_problem)
+        return _reject_update(state, device, update, input.manifest_problem)
     transfer_action = FetchUpdate(device, update) if update.bundles else ValidateUpdate(device, update)
-    return Decision(update, (), (SlowResends(device), transfer_action))
+    is_held = state.phase in BETWEEN_ROUNDS and not update.bundles
+    return Decision(update, (), (SlowResends(device),) if is_held else (SlowResends(device), transfer_action))
 
 
 def _decide_on_validation(
     state: JobState | None, arriving_update: ArrivingUpdate, input: UpdateValidated, now_s: float
 ) -> Decision:
     device, update = input.device, input.update
-    if state is None or arriving_update != update:
+    if state is None or arriving_update != update or state.phase in BETWEEN_ROUNDS:
         return Decision(arriving_update)
     if input.valid_part is None:
-        return _reject_update(device, update, input.reason)
+        return _reject_update(state, device, update, input.reason)
     for board in input.valid_part.site_devices:
         if board in state.accepted_updates or board in state.sites_by_device:
             return _reject_update(
-                device, update, f"{device}: {_duplicate_device_text(board, state.sites_by_device.get(board, 'itself'))}"
+                state,
+                device,
+                update,
+                f"{device}: {_duplicate_device_text(board, state.sites_by_device.get(board, 'itself'))}",
             )
         if board in state.last_selected_rounds:
             return _reject_update(
-                device, update, f"site {device}: its device {board} is also connected to this coordinator directly"
+                state,
+                device,
+                update,
+                f"site {device}: its device {board} is also connected to this coordinator directly",
             )
     event = state.acceptance_event(input.valid_part, now_s, input.workload)
     superseded = () if input.valid_part == update else (DiscardUpdate(update),)
@@ -247,9 +260,9 @@ def _decide_on_validation(
     return Decision(None, (event,), actions)
 
 
-def _reject_update(device: str, update: Update, reason: str) -> Decision:
+def _reject_update(state: JobState, device: str, update: Update, reason: str) -> Decision:
     actions = (AckUpdate(device, update, False, reason), CancelTask(device), DiscardUpdate(update))
-    return Decision(None, (UpdateRejected(update.round, device, reason),), actions)
+    return Decision(None, (UpdateRejected(state.round, device, reason),), actions)
 
 
 def _duplicate_device_text(board: str, submitter: str) -> str:

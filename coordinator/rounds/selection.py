@@ -42,6 +42,7 @@ REASONS: Final[Mapping[str, str]] = {
     "engine": "has no engine for the job's method, or the engine refused the task",
     "codec": "does not support the codec of [wire]: update fedquilt on the device",
     "plugin": "lacks a package that the job needs, or has another version of it",
+    "site": 'is a site, and [cohort] mode = "buffered" takes the updates of devices only',
     "battery": "has less battery charge than [cohort] min_battery, and is not charging",
     "hot": "is hotter than [cohort] max_temperature_c",
     "full": "has a full disk: free disk space on the device",
@@ -56,7 +57,7 @@ REASONS: Final[Mapping[str, str]] = {
     BUSY: "is working for another job, or reserved for a job that has used less device time",
     SHARE: "is left free: this submitter's jobs have as many devices as [submitter] share in limits.toml allows",
 }
-ONLINE_REASONS: Final = frozenset(REASONS) - {"offline", "profile", "labels", "engine", "codec", "plugin"}
+ONLINE_REASONS: Final = frozenset(REASONS) - {"offline", "profile", "labels", "engine", "codec", "plugin", "site"}
 """Reasons that exclude devices which are online and suitable for the job."""
 
 
@@ -93,6 +94,8 @@ def ineligibility_code(snapshot: DeviceSnapshot, requirements: JobRequirements) 
         return "labels"
     if requirements.codec not in profile.codecs:
         return "codec"
+    if cohort.mode == "buffered" and profile.site_device_count:
+        return "site"
     if (code := _plugin_code(profile, requirements)) is not None or telemetry is None:
         return code
     if telemetry.battery is not None and not telemetry.charging and telemetry.battery < cohort.min_battery:

@@ -46,13 +46,14 @@ class IndexedLog(msgspec.Struct):
     # device -> sha256 of the blobs of an update that is not aggregated yet
     updates: dict[str, tuple[str, ...]] = {}
     sum: str = ""  # sha256 of the stored partial aggregate, or ""
+    earlier_states: tuple[str, ...] = ()  # sha256 of earlier states on which devices still work
     is_intact: bool = True  # whether all checksums match
 
     @property
     def needed_blobs(self) -> set[str]:
         """SHA-256 of the blobs that the job needs in addition to its bundle."""
         update_blobs = {sha256 for blobs in self.updates.values() for sha256 in blobs}
-        return update_blobs | {self.state, self.best, self.sum} - {""}
+        return update_blobs | {self.state, self.best, self.sum, *self.earlier_states} - {""}
 
     def add_rows(self, job: str, rows: Iterable[tuple[int, Any, Any, bytes, int]]) -> None:
         """Add rows of later events: sequence, wall-clock seconds, JSON, checksum and bytes of each."""
@@ -71,6 +72,7 @@ class IndexedLog(msgspec.Struct):
         if references.state is not None:
             self.best = self.state if references.best else self.best
             self.state, self.updates, self.sum = references.state.sha256, {}, ""
+            self.earlier_states = tuple(ref.sha256 for ref in references.earlier_states)
         if references.update is not None:
             self.updates[references.update.device] = tuple(ref.sha256 for ref in references.update.bundles.values())
         if references.sum is not None:
@@ -135,6 +137,7 @@ class _ReferencedBlobs(msgspec.Struct):
     best: bool = False  # whether the previous state is the best so far
     update: _UpdateField | None = None
     sum: _BlobField | None = None  # partial aggregate
+    earlier_states: tuple[_BlobField, ...] = ()  # states on which devices still work
     devices: tuple[str, ...] = ()  # devices in the partial aggregate
 
 
@@ -430,9 +433,9 @@ class RowStore:
 
     def is_update_counted(self, update: Update) -> bool:
         query = """
-            select 1 from sound where job = :job and instr(body, :device) and json_extract(body, '$.type') =
-            'UpdateAccepted' and json_extract(body, '$.round') = :round and json_extract(body, '$.update.device') =
-            :device
+            select 1 from sound where job = :job and instr(body, :device)
+            and json_extract(body, '$.type') = 'UpdateAccepted'
+            and json_extract(body, '$.update.round') = :round and json_extract(body, '$.update.device') = :device
         """
         parameters = {"job": update.job, "round": update.round, "device": update.device}
         return self._db.execute(query, parameters).fetchone() is not None

@@ -145,6 +145,13 @@ def explain_unchanged_loss(losses: Mapping[int, float], lr: object) -> str | Non
     return f"the loss has stayed at {first_losses[-1]:.4g} for {UNCHANGED_ROUNDS} rounds: {cause}"
 
 
+def describe_early_end(method: Method, name: str, rounds: int, round: int) -> str | None:
+    """Return a note after the last round if the method has an end of its own, or else None."""
+    if method.is_done is Method.is_done or round + 1 < rounds:
+        return None
+    return f"{name} has not finished after the job's {rounds} rounds, and the result is preliminary: raise rounds"
+
+
 FoldInputs = tuple[float, Mapping[str, float], Mapping[str, BlobRef]]  # weight, metrics and bundles
 
 
@@ -250,7 +257,10 @@ BaseTensors = Callable[[str], Tensors | None]
 
 
 class Aggregator:
-    """Aggregation of one round. With `large`, set by the first large update, exact aggregates stay on disk."""
+    """Aggregation of one round. With `large`, set by the first large update, exact aggregates stay on disk.
+
+    `rebase` returns an update of an earlier state as an update of the state at the start of the round.
+    """
 
     def __init__(
         self,
@@ -260,9 +270,11 @@ class Aggregator:
         job: JobSettings,
         *,
         large: bool = False,
+        rebase: Callable[[DeviceUpdate], DeviceUpdate] = lambda update: update,
     ) -> None:
         self._blob_store, self._state, self._job = blob_store, state, job
         self._aggregation = method_functions.aggregation
+        self._rebase = rebase
         self._accumulator_type, self.large = method_functions.aggregation.accumulator(state), large
         if large:
             process_resources.release_freed_memory()  # memory of the previous round
@@ -293,7 +305,7 @@ class Aggregator:
             if is_foldable_now:
                 total = self._fold_update(decoded)
             else:
-                self._aggregation.require_valid_update(self._state, decoded)
+                self._aggregation.require_valid_update(self._state, self._rebase(decoded))
         try:
             update = self._store_decoded(update, decoded)
         except StoreError:
@@ -309,6 +321,7 @@ class Aggregator:
         """Return whether a raw update of a device at work may be folded before the device announces the update."""
         return (
             round == job_state.round
+            and not job_state.is_buffered  # the update may belong to a later round
             and device in job_state.pending_devices
             and self._job.wire.codec == "raw"
             and "work" in job_state.task_actions
@@ -329,7 +342,7 @@ class Aggregator:
     def state_path_for_folding(self, job_state: JobState) -> str | None:
         """Return the state file for folding of small raw updates in other processes, or None to forbid it."""
         is_raw_training = self._job.wire.codec == "raw" and "work" in job_state.task_actions
-        if not self._is_exact or not is_raw_training or job_state.is_evaluation_round:
+        if not self._is_exact or not is_raw_training or job_state.is_evaluation_round or job_state.is_buffered:
             return None
         state = job_state.state
         return None if state is None or state.size > WHOLE_BYTES else self._blob_store.verified_path(state.sha256)
@@ -367,7 +380,7 @@ class Aggregator:
                 tensors.require_finite(bundle)
             decoded = self._decode_bundles(decoded, find_base)
             update = self._with_site_devices(update, decoded, bounds)
-            self._aggregation.require_valid_update(self._state, decoded)
+            self._aggregation.require_valid_update(self._state, self._rebase(decoded))
         return self._store_decoded(update, decoded)
 
     def has_foldable_update(self, job_state: JobState) -> bool:
@@ -498,7 +511,7 @@ class Aggregator:
         """Return the aggregate with another update. Reset the aggregate after an error other than UpdateError."""
         try:
             with exact_sums.sums_on_disk(self._scratch_file() if self.large and self._is_exact else None):
-                return self._aggregation.fold(self._state, self._partial_aggregate.total, update)
+                return self._aggregation.fold(self._state, self._partial_aggregate.total, self._rebase(update))
         except UpdateError:  # raised before the aggregate is changed
             raise
         except Exception:  # may leave the aggregate half changed

@@ -27,6 +27,10 @@ from fedquilt.core import EvaluationSums, JobError, Update, Usage
 
 FINAL_EVALUATION: Final = "final evaluation"
 FINAL_STATISTICS: Final = "statistics for the final evaluation"
+CANCEL_TEXTS: Final = {
+    "deadline": "no update within [cohort] deadline_s",
+    "staleness": "the state of its task is older than [cohort] staleness.max",
+}
 HIDDEN_METRICS: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_recall", "micro_f1")
 """Metrics that a line does not show."""
 
@@ -39,6 +43,8 @@ def format_status(summary: RunSummary, state: JobState) -> list[str]:
     usage, cohort = state.usage, len(state.pending_devices) + len(state.accepted_updates)
     energy_parts = [f"{run_summary.format_joules(usage.joules)}{summary.total.energy_word}"] if usage.metered else []
     devices = [f"{len(state.accepted_updates)} of {cohort} devices answered" if cohort else "no device selected yet"]
+    if state.is_buffered:
+        devices = [f"{len(state.accepted_updates)} of {state.cohort_size} updates"]
     devices += [f"{len(state.pending_devices)} at work"] if state.pending_devices else []
     devices += [f"declined: {selection.format_by_reason(state.decline_reasons, 3)}"] if state.decline_reasons else []
     return [round_text, ", ".join([*energy_parts, f"{units.format_bytes(usage.bytes)} so far"]), ", ".join(devices)]
@@ -74,6 +80,7 @@ def format_round(summary: RoundSummary, rounds: int, score: str, width: int) -> 
     parts = [
         score or ("" if loss is None else f"loss {_format_number(loss)}"),
         f"{cost.tasks} of {summary.selected} devices" if 0 < cost.tasks < summary.selected else "",
+        describe_staleness(summary.max_staleness, "up to ").removeprefix(", "),
         _format_energy(cost),
         units.format_bytes(cost.down_bytes + cost.up_bytes) if cost.tasks else "",
         device_count if 0 < cost.tasks >= summary.selected else "",
@@ -136,10 +143,13 @@ def _describe_event(event: events.AnyEvent, name: str) -> list[str]:
             ]
         case events.TaskDeclined():
             return [f"{name}: {event.device} declined ({event.code}): {event.reason}"]
+        case events.TasksCancelled():
+            return [f"{name}: {', '.join(event.devices)} cancelled: {CANCEL_TEXTS[event.reason]}"]
         case events.UpdateAccepted():
             notes = [event.update.note] if event.update.note else []
             usage = format_usage(event.update.usage)
-            return [f"{name}: update from {_describe_sender(event.update)}: {usage}", *notes]
+            sender = _describe_sender(event.update) + describe_staleness(event.round - event.update.round)
+            return [f"{name}: update from {sender}: {usage}", *notes]
         case events.UpdateRejected():
             return [f"{name}: update from {event.device} rejected: {event.reason}"]
         case events.UpdateLost():
@@ -198,7 +208,8 @@ def _describe_commit(
 ) -> list[str]:
     """Return the lines of a commit: updates, energy, metrics, the method's notes, the coordinator's warnings."""
     # devices evaluate the state of the previous round
-    counts = [f"{len(updates)} of {selected} devices"] if selected else []
+    staleness = max((event.round - update.round for update in updates), default=0)
+    counts = [f"{len(updates)} of {selected} devices{describe_staleness(staleness, 'up to ')}"] if selected else []
     counts += filter(None, [_format_energy(run_summary.sum_costs(updates))])
     evaluation_parts = describe_evaluation(event.evaluation)
     if is_final_evaluation:
@@ -212,6 +223,11 @@ def _describe_commit(
             parts.append(f"{timing}: {', '.join(evaluation_parts)}")
         lines = [f"round {event.round + 1}: {'; '.join(parts)}"]
     return [*lines, *event.notes, *event.warnings]
+
+
+def describe_staleness(commits: int, bound: str = "") -> str:
+    """Return ", 3 commits old" for an update of an earlier state, and "" for one of the present state."""
+    return f", {bound}{commits} commit{'s' * (commits > 1)} old" if commits else ""
 
 
 def describe_evaluation(sums: EvaluationSums | None) -> list[str]:

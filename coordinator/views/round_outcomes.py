@@ -109,13 +109,19 @@ class RoundOutcomes:
             case events.CohortSelected():
                 _set_outcomes(by_round, event.round, _selection_outcomes(state, event), replaced=event.devices)
             case events.TaskDeclined():
-                by_round[event.round][event.device] = DeviceOutcome(
-                    "declined", f"declined ({event.code}): {event.reason}"
-                )
+                outcome = DeviceOutcome("declined", f"declined ({event.code}): {event.reason}")
+                by_round.setdefault(event.round, {})[event.device] = outcome
             case events.UpdateRejected():
-                by_round[event.round][event.device] = DeviceOutcome("refused", f"update refused: {event.reason}")
+                outcome = DeviceOutcome("refused", f"update refused: {event.reason}")
+                by_round.setdefault(event.round, {})[event.device] = outcome
+            case events.TasksCancelled():
+                text = f"cancelled: {event_messages.CANCEL_TEXTS[event.reason]}"
+                cancelled_outcomes = dict.fromkeys(event.devices, DeviceOutcome("asked", text))
+                by_round.setdefault(event.round, {}).update(cancelled_outcomes)
             case events.UpdateAccepted():
-                by_round[event.round][event.update.device] = DeviceOutcome("answered", "update received")
+                age = event_messages.describe_staleness(event.round - event.update.round)
+                outcome = DeviceOutcome("answered", f"update received{age}")
+                by_round.setdefault(event.round, {})[event.update.device] = outcome
                 site_outcome = DeviceOutcome("answered", f"update received from its site {event.update.device}")
                 by_round[event.round].update(dict.fromkeys(event.update.site_devices, site_outcome))
             case events.RoundRetried():
@@ -129,7 +135,10 @@ class RoundOutcomes:
                     device for device, outcome in by_round.get(event.round, {}).items() if outcome.code == "asked"
                 ]
                 late_outcome = DeviceOutcome("asked", "selected; no update before the round closed")
-                by_round.setdefault(event.round, {}).update(dict.fromkeys(silent_devices, late_outcome))
+                open_outcome = DeviceOutcome("asked", "at work when the round was committed")
+                by_round.setdefault(event.round, {}).update(
+                    dict.fromkeys(silent_devices, late_outcome) | dict.fromkeys(state.pending_devices, open_outcome)
+                )
             case events.JobEnded(status=status) if (
                 state.phase not in _END_TEXTS
             ):  # not after an earlier end without a resume

@@ -204,6 +204,7 @@ class RoundSummary(msgspec.Struct, frozen=True):
     number: int = 0
     cost: CostLedger = CostLedger()
     slowest_s: float = 0.0  # longest reported task
+    max_staleness: int = 0  # most commits since the state of an update, in buffered mode
     is_committed: bool = False
     # only for a committed round:
     rounds_before: int = 0  # number of earlier completed rounds
@@ -323,7 +324,10 @@ class RunSummary(msgspec.Struct, frozen=True):
     def _add_update(self, event: events.UpdateAccepted) -> RunSummary:
         update, running = event.update, self.running
         slowest_s = max(running.slowest_s, update.usage.wall_s)
-        running = replace(running, cost=running.cost.add_update(update), slowest_s=slowest_s)
+        max_staleness = max(running.max_staleness, event.round - update.round)
+        running = replace(
+            running, cost=running.cost.add_update(update), slowest_s=slowest_s, max_staleness=max_staleness
+        )
         return replace(
             self, total=self.total.add_update(update), running=running, accepted_updates=(*self.accepted_updates, event)
         )

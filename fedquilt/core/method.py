@@ -167,6 +167,12 @@ class Aggregation:
 
     Without it, sites forward the updates of their devices.
     """
+    rebase: Callable[[Any, Any, DeviceUpdate, float], DeviceUpdate] | None = None
+    """Function (S, earlier S, update, weight) that returns an update of the earlier state as one of the present state.
+
+    The weight, at most 1, is that of the update's change of the state. None if updates of earlier states cannot be
+    aggregated, so that `[cohort] mode = "buffered"` is refused.
+    """
 
     def require_valid_update(self, state: Any, update: DeviceUpdate) -> None:
         """Raise UpdateError if an update is invalid in this state."""

@@ -130,6 +130,7 @@ METHOD = core.Method(
         schema=local_training.full_model_schema,
         check_update=validate_update,
         check_sums=validate_site_sums,
+        rebase=local_training.rebase_model,
     ),
     step=step,
     result=result,

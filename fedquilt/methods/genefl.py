@@ -331,6 +331,25 @@ def fold(state: State, accumulator: GeneFLSums | None, update: core.DeviceUpdate
     )
 
 
+def rebase(state: State, earlier: State, update: core.DeviceUpdate, weight: float) -> core.DeviceUpdate:
+    """Mix the layers of a late learnGene into those of its cluster: (1 - s) x + s y with the weight s.
+
+    A layer that the cluster lacks is taken as it is. A learnGene from before a decrease of L_t loses its last layers.
+    A fingerprint does not depend on the state.
+    """
+    cluster = state.assigned.get(update.device)
+    if "gene" not in update.bundles or cluster is None:
+        return update
+    gene, rebased = update.bundles["gene"], dict[str, np.ndarray]()
+    layers = [layer for layer in state.shared if not state.initial_layers[layer].keys().isdisjoint(gene)]
+    for layer in layers[: state.size]:
+        present = state.clusters[cluster].get(layer, gene)
+        for name in state.initial_layers[layer]:
+            start = present[name].astype(np.float64)
+            rebased[name] = (start + weight * (gene[name] - start)).astype(gene[name].dtype)
+    return replace(update, bundles={**update.bundles, "gene": rebased})
+
+
 def step(state: State, total: GeneFLSums | None) -> State:
     """Return the state with clustered fingerprints (Eq. 12), or with mean layers by cluster (Eq. 10) and a new L_t."""
     if total is None:
@@ -438,7 +457,7 @@ METHOD = replace(
     common_task=False,
     work=work,
     check=check,
-    aggregation=core.Aggregation(fold),
+    aggregation=core.Aggregation(fold, rebase=rebase),
     step=step,
     result=result,
     explain=explain,

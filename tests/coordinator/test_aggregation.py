@@ -405,7 +405,7 @@ class Lives:
             7.0,
             {7.0},
         )  # other times are this process's
-        return job.job_state.remaining_s(7.0)
+        return job.job_state.remaining_s("a", 7.0)
 
 
 @pytest.mark.parametrize(

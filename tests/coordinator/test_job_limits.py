@@ -18,7 +18,6 @@ from saved_homes import saved
 from fedquilt import methods
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.jobs.job import describe_early_end
 from fedquilt.coordinator.jobs.retention import GarbageCollector
 from fedquilt.coordinator.rounds.decisions import decide_event
 from fedquilt.coordinator.rounds.events import JobEnded, JobStarted, RoundCommitted
@@ -32,6 +31,7 @@ from fedquilt.coordinator.rounds.job_state import (
 from fedquilt.coordinator.settings import JobLimits
 from fedquilt.coordinator.storage import backup
 from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.updates.aggregation import describe_early_end
 from fedquilt.core import BlobRef, EvaluationSums, JobError, Update, Usage, evaluation
 from fedquilt.tools.artefacts import export
 

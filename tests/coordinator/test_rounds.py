@@ -352,7 +352,7 @@ def test_a_stopped_job_decides_nothing_until_it_is_resumed():
     assert decide_event(state, 99.0, set("ab")) is None
     state = apply_events(state, JobResumed(), now_s=100.0)
     assert decide_event(state, 101.0, set("ab")) is None
-    assert state.remaining_s(101.0) == 9.0
+    assert state.remaining_s("b", 101.0) == 9.0
     assert decide_event(apply_events(state, UpdateAccepted(0, update("b"))), 102.0, set("ab")) == RoundClosed(0)
 
 
@@ -479,7 +479,7 @@ def test_a_round_opens_with_what_its_devices_have_to_do_and_how_long_that_takes_
     assert fact == CohortSelected(1, 0, ("a", "b"), {"a": 1.0, "b": 1.0}, 45.0)
     state = apply_events(paced(), fact, now_s=60.0)
     assert next_decision_s(state) == 105.0
-    assert state.remaining_s(70.0) == 35.0
+    assert state.remaining_s("a", 70.0) == 35.0
 
 
 def test_the_first_round_has_the_cohorts_deadline():

@@ -27,6 +27,7 @@ def section(heading: str) -> str:
         (settings.CohortSettings, "[cohort]", ""),
         (Encoding, "[wire]", "wire."),
         (settings.JobLimits, "[stop]", "stop."),
+        (settings.StalenessSettings, "[cohort]", "staleness."),
         (settings.EvaluationSettings, "[check]", "check."),
         (settings.PersonalSettings, "[personal]", "personal."),
         (settings.CoordinatorLimits, "How a round goes", ""),
@@ -83,6 +84,7 @@ def test_no_key_is_told_that_is_not_there():
         "wire": Encoding,
         "stop": settings.JobLimits,
         "check": settings.EvaluationSettings,
+        "staleness": settings.StalenessSettings,
         "personal": settings.PersonalSettings,
         "trigger": settings.DriftTrigger,
     }.items():

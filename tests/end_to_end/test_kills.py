@@ -31,3 +31,12 @@ def test_a_coordinator_dies_while_others_look_at_its_home(mosquitto: Callable[..
     killed = kills.Campaign(folder, "fedprox", roll, 3, rounds=ROUNDS, kinds=kinds, onlookers=2).play()
     assert killed == {"coordinator": 2, "onlooker": 1}
     assert (folder / "all.log").read_text().count(onlookers.LOOKED) >= 3
+
+
+def test_after_kills_in_buffered_mode_each_state_follows_from_the_events(
+    mosquitto: Callable[..., Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "campaign"
+    folder.mkdir()
+    killed = kills.Campaign(folder, "buffered", random.Random(3), KILLS, rounds=ROUNDS).play()
+    assert killed.total() == KILLS

@@ -42,7 +42,7 @@ from tests.faults.processes import (
     SimulatedProcess,
     last_counted_rounds,
 )
-from tests.faults.reference import ReferenceClient, ReferenceRun, ReferenceState
+from tests.faults.reference import Cohorts, Contribution, ReferenceClient, ReferenceRun, ReferenceState
 from tests.faults.schedule import COORDINATOR, ROUND_S, FaultSchedule
 
 STEPS_MOST: Final = 2_000
@@ -455,7 +455,7 @@ class SimulatedFederation:
         lost = any(isinstance(fact, TaskDeclined) and said in fact.reason for fact in facts)
         return bool(self.happened["rot"] or (self.happened["restore"] and lost))
 
-    def _checked_cohorts(self, id: str, facts: list[AnyEvent], truth: ReferenceRun) -> tuple[tuple[str, ...], ...]:
+    def _checked_cohorts(self, id: str, facts: list[AnyEvent], truth: ReferenceRun) -> Cohorts:
         last = facts[-1] if facts else None
         if isinstance(last, JobEnded) and last.status == "failed" and self._may_fail(facts):
             return ()  # the failure names the destroyed blob
@@ -467,28 +467,31 @@ class SimulatedFederation:
         wanted = truth.job.rounds + bool(truth.job.check.every)
         if len(committed) != wanted:
             raise InvariantError(f"{id}: {len(committed)} rounds committed, {wanted} wanted")
-        counted: list[list[str]] = [[] for _ in committed]
+        counted: list[dict[str, int]] = [{} for _ in committed]  # device -> round of its update
+        contributions = set[Contribution]()
         for fact in facts:
             if isinstance(fact, UpdateAccepted):
-                if fact.update.round != fact.round or fact.update.job != id:
-                    raise InvariantError(f"{id}: round {fact.round} counted an update of round {fact.update.round}")
-                counted[fact.round].append(fact.update.device)
+                device, round = fact.update.device, fact.update.round
+                if (round > fact.round if self.plan.concurrency else round != fact.round) or fact.update.job != id:
+                    raise InvariantError(f"{id}: round {fact.round} counted an update of round {round}")
+                if device in counted[fact.round] or Contribution(device, round) in contributions:
+                    raise InvariantError(f"{id}: round {fact.round} counted {device} twice, of round {round}")
+                counted[fact.round][device] = round
+                contributions.add(Contribution(device, round))
             elif isinstance(fact, UpdateLost):  # its device is asked for it again, and counts once more
-                counted[fact.round].remove(fact.device)
+                contributions.remove(Contribution(fact.device, counted[fact.round].pop(fact.device)))
         if not self._is_altered and (wrong := log_checks.check_selections(truth.job, facts)):
             raise InvariantError(f"{id}: {wrong}")
         anew = [fact.round for fact in facts if isinstance(fact, UpdateAccepted) and fact.update.note]
-        cohorts: tuple[tuple[str, ...], ...] = ()
+        cohorts: Cohorts = ()
         for fact, devices in zip(committed, counted, strict=True):
             if fact.round in anew and (self.happened["restore"] or self.happened["rot"]):
                 return ()  # private state that an older home asks for is lost, or it is damaged; and this is said
-            if len(set(devices)) != len(devices):
-                raise InvariantError(f"{id}: round {fact.round} counted a device twice: {sorted(devices)}")
             if self.plan.requires_all_devices and len(devices) != self.plan.devices:
                 raise InvariantError(
                     f"{id}: round {fact.round} counted {sorted(devices)} of {self.plan.devices} devices"
                 )
-            cohorts = (*cohorts, tuple(sorted(devices)))
+            cohorts = (*cohorts, tuple(sorted(Contribution(*each) for each in devices.items())))
             if (right := truth.state_after(cohorts).sha256) != fact.state.sha256:
                 raise InvariantError(
                     f"{id}: round {fact.round} of {', '.join(sorted(devices))} came to the state "
@@ -496,11 +499,11 @@ class SimulatedFederation:
                 )
         return cohorts
 
-    def _require_private_state(
-        self, id: str, side: AgentProcess, truth: ReferenceRun, cohorts: tuple[tuple[str, ...], ...]
-    ) -> None:
+    def _require_private_state(self, id: str, side: AgentProcess, truth: ReferenceRun, cohorts: Cohorts) -> None:
         disk, root = SimDisk(side.platter), side.platter.root
-        given = [round for round, cohort in enumerate(cohorts) if side.name in cohort]
+        rounds = {each.round: number for number, cohort in enumerate(cohorts) for each in cohort
+                  if each.device == side.name}  # fmt: skip
+        given = list(rounds)
         remembered = JobRecords(Path(root), disk, durable=True)
         counted = remembered.load_counted()
         last = counted[id].round if id in counted else -1
@@ -513,7 +516,7 @@ class SimulatedFederation:
             raise InvariantError(
                 f"{side.name} does not know that round {unknown} of {id} was counted, and offers it no more"
             )
-        node: ReferenceState = truth.state_after(cohorts[: last + 1])
+        node: ReferenceState = truth.state_after(cohorts[: rounds.get(last, -1) + 1])
         private = remembered.find_private_state(id, last) if id in counted else PrivateState()
         kept = None if private.path is None else disk.read(private.path)
         if kept is not None and self.happened["rot"] and hashlib.sha256(kept).hexdigest() != private.sha256:

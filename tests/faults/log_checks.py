@@ -20,6 +20,7 @@ from fedquilt.coordinator.rounds.events import (
     RoundCommitted,
     RoundRetried,
     TaskDeclined,
+    TasksCancelled,
     UpdateAccepted,
     UpdateLost,
     UpdateRejected,
@@ -64,8 +65,11 @@ class SelectionCheck:
             case UpdateLost():
                 self._answered.discard(event.device)
                 self._asked.add(event.device)
+            case TasksCancelled():
+                self._asked -= set(event.devices)
+                self._silent = [each for each in self._silent if each not in event.devices] + sorted(event.devices)
             case RoundClosed():
-                self._asked.clear()
+                self._close_tasks()
             case RoundRetried():
                 self._silent = [each for each in self._silent if each not in self._asked] + sorted(self._asked)
                 self._asked.clear()
@@ -77,12 +81,17 @@ class SelectionCheck:
                 self._file = bool(self._asked or self._answered)
             case RoundCommitted():
                 self._round, self._file = event.round + 1, False
-                for devices in (self._answered, self._asked, self._declined):
-                    devices.clear()
+                self._answered.clear()
+                self._declined.clear()
+                self._close_tasks()
                 self._silent.clear()
             case _:
                 pass
         return ""
+
+    def _close_tasks(self) -> None:
+        if self._job.cohort.mode != "buffered":
+            self._asked.clear()
 
     def _check_survey(self, event: EligibilityRecorded) -> str:
         ineligible = {device: reason for reason, devices in event.ineligible.items() for device in devices}
@@ -106,6 +115,8 @@ class SelectionCheck:
         most = fewest = float(len(pool))
         if cohort.size:
             wanted = math.ceil((cohort.size - len(self._answered)) * (1 + cohort.over_select))
+            if cohort.mode == "buffered":
+                wanted = cohort.concurrency
             # an asked device that is offline is replaced, except just after the coordinator has started
             most = min(wanted - len(self._asked & self._eligible), most)
             fewest = min(wanted - len(self._asked), fewest)

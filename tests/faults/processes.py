@@ -93,7 +93,7 @@ class SimulatedProcess(ABC):
         self._disk = SimDisk(platter)
         self._durable = DurableDisk(platter)
         self._starts = 0  # of tasks
-        self._beside_s = plan.beside_s
+        self._beside_s, self._is_buffered = plan.beside_s, plan.concurrency > 0
         self._began_s, self._at_once = -1.0, 0  # steps in a row, each of which was due at once, and since when
 
     def step(self, now_s: float) -> None:
@@ -311,7 +311,7 @@ class CoordinatorProcess(SimulatedProcess):
         elif route.message_type is Task:
             task = wire.decode(payload, Task)
             promised = self._promises_of(task.job)
-            if task.round != promised.round or route.device not in promised.asked:
+            if promised.asked.get(route.device) != task.round:
                 raise InvariantError(
                     f"{route.device} is sent round {task.round} of {task.job}, which the log does not say"
                 )
@@ -344,13 +344,12 @@ class CoordinatorProcess(SimulatedProcess):
             if job.job_state.phase == "open":
                 for device in job.job_state.pending_devices - self.inner.devices_of_other_jobs(job.id):
                     known = self.inner.registry.latest_profile(device) is not None
-                    if known and (job.id, job.job_state.round, device) not in self._sent:
-                        raise InvariantError(
-                            f"{device} is asked for round {job.job_state.round} of {job.id}, and has no task"
-                        )
+                    round = job.job_state.task_version(device).round
+                    if known and (job.id, round, device) not in self._sent:
+                        raise InvariantError(f"{device} is asked for round {round} of {job.id}, and has no task")
 
     def _promises_of(self, job: str) -> JobPromises:
-        return self.promises.setdefault(job, JobPromises())
+        return self.promises.setdefault(job, JobPromises(buffered=self._is_buffered))
 
     def _check_recorded(self, job: str, fact: AnyEvent) -> None:
         self._promises_of(job).add_event(fact)

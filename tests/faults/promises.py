@@ -20,6 +20,7 @@ from fedquilt.coordinator.rounds.events import (
     RoundCommitted,
     RoundRetried,
     TaskDeclined,
+    TasksCancelled,
     UpdateAccepted,
     UpdateLost,
     UpdateRejected,
@@ -75,13 +76,16 @@ class JobPromises:
 
     Attributes:
         round: Number of the running round.
-        asked: Devices with a task of the running round.
+        asked: Device with a task -> round of the task.
         counted: Round and device of each update that counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, buffered: bool = False) -> None:
         self.round = 0
-        self.asked: set[str] = set()
+        self.asked: dict[str, int] = {}
+        self._buffered = buffered
+        self._earlier: tuple[BlobRef, ...] = ()  # states on which devices still work
+        self._bases: dict[str, int] = {}  # device -> round of its update that the running round has counted
         self.counted: set[tuple[int, str]] = set()
         self._state: BlobRef | None = None
         self._best: BlobRef | None = None
@@ -92,7 +96,7 @@ class JobPromises:
     def blobs(self) -> set[str]:
         folded = self._sum.devices if self._sum else ()
         updates = [blobs for device, blobs in self._updates.items() if device not in folded]
-        refs = (self._state, self._best, self._sum.sum if self._sum else None)
+        refs = (self._state, self._best, self._sum.sum if self._sum else None, *self._earlier)
         return {ref.sha256 for ref in refs if ref is not None}.union(*updates)
 
     def add_event(self, event: AnyEvent) -> None:
@@ -100,26 +104,34 @@ class JobPromises:
             case JobStarted():
                 self._state = event.state
             case CohortSelected():
-                self.asked.update(event.devices)
-            case UpdateAccepted(round, update):
-                self.counted.add((round, update.device))
+                self.asked.update(dict.fromkeys(event.devices, event.round))
+            case UpdateAccepted(update=update):
+                self.counted.add((update.round, update.device))
                 self._updates[update.device] = blobs_in_event(event)
-                self.asked.discard(update.device)
+                self._bases[update.device] = update.round
+                self.asked.pop(update.device, None)
             case TaskDeclined() | UpdateRejected():
-                self.asked.discard(event.device)
+                self.asked.pop(event.device, None)
+            case TasksCancelled():
+                for device in event.devices:
+                    self.asked.pop(device, None)
             case UpdateLost():
-                self.counted.discard((event.round, event.device))
+                self.counted.discard((self._bases[event.device], event.device))
                 self._updates.pop(event.device, None)
-                self.asked.add(event.device)
+                self.asked[event.device] = self._bases.pop(event.device)
                 if self._sum and event.device in self._sum.devices:
                     self._sum = None
             case UpdatesAggregated():
                 self._sum = event
+            case RoundClosed() if self._buffered:
+                pass
             case RoundClosed() | RoundRetried():
                 self.asked.clear()
             case RoundCommitted():
                 self._best = self._state if event.best else self._best
                 self._state, self._sum, self.round = event.state, None, event.round + 1
+                self._earlier = event.earlier_states
                 self._updates.clear()
+                self._bases.clear()
             case _:
                 pass

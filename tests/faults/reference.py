@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -64,6 +64,14 @@ class PrivateStateModel(NamedTuple):
     sha256: str = ""  # of the stored file
     lost: str = ""  # why the state of an earlier round is missing
     forgotten: str = ""  # why that cannot be told
+
+
+class Contribution(NamedTuple):
+    device: str
+    round: int  # whose state the update was computed from
+
+
+Cohorts: TypeAlias = tuple[tuple[Contribution, ...], ...]  # of each round, sorted
 
 
 class ReferenceState(NamedTuple):
@@ -161,7 +169,7 @@ class ReferenceRun:
     def __init__(self, plan: FaultSchedule, shop: ReferenceClient, number: int = 0) -> None:
         self.shop, self.method, self.folder, self.bundle = shop, shop.method, shop.folder, shop.bundle
         self.engine = shop.engine
-        self._same = (plan.codec, plan.rounds, plan.check, plan.job_name(number))
+        self._same = (plan.codec, plan.rounds, plan.check, plan.concurrency > 0, plan.job_name(number))
         self.job: JobSettings = settings.parse_job(
             {
                 "name": plan.job_name(number),
@@ -176,6 +184,7 @@ class ReferenceRun:
                     "start_devices": plan.size or plan.devices,
                     "quorum": plan.quorum,
                     "over_select": plan.over_select,
+                    **({"mode": "buffered", "concurrency": plan.concurrency} if plan.concurrency else {}),
                     "deadline_s": plan.deadline_s,
                     "attempts": 100
                     if any(isinstance(fault, BitRot | HomeRestore) for fault in plan.faults)
@@ -189,15 +198,11 @@ class ReferenceRun:
     def device_profile(self, device: str) -> Profile:
         return _device_profile(device, self.engine)
 
-    def state_after(self, cohorts: tuple[tuple[str, ...], ...]) -> ReferenceState:
+    def state_after(self, cohorts: Cohorts) -> ReferenceState:
         key = (self._same, cohorts)
         found = self.shop.nodes.get(key)
         if found is None:
-            found = (
-                self._run_round(self.state_after(cohorts[:-1]), len(cohorts) - 1, cohorts[-1])
-                if cohorts
-                else self._initial_node()
-            )
+            found = self._run_round(cohorts[:-1], cohorts[-1]) if cohorts else self._initial_node()
             self.shop.nodes[key] = found
         return found
 
@@ -216,14 +221,14 @@ class ReferenceRun:
         payload = tensors.pack_state(state)
         return ReferenceState(tensors.unpack_state(payload, self.method.state), _sha256(payload), private, history)
 
-    def _run_round(self, node: ReferenceState, round: int, cohort: Iterable[str]) -> ReferenceState:
-        total: Any = None
+    def _run_round(self, earlier_cohorts: Cohorts, cohort: Iterable[Contribution]) -> ReferenceState:
+        node, present_round, total = self.state_after(earlier_cohorts), len(earlier_cohorts), None
         private, history = dict(node.private), dict(node.history)
-        actions = self.round_actions(round)
-        seed = seed_deriver(self.job.seed, self.job.name, round)
-        for device in sorted(cohort):
-            profile = self.device_profile(device)
-            order = self.method.send(node.state, DeviceView(device, profile, node.history.get(device, ())))
+        actions = self.round_actions(present_round)
+        for device, round in sorted(cohort):
+            profile, base = self.device_profile(device), self.state_after(earlier_cohorts[:round])
+            seed = seed_deriver(self.job.seed, self.job.name, round)
+            order = self.method.send(base.state, DeviceView(device, profile, node.history.get(device, ())))
             assert order is not None, f"{device} took part in round {round}, and the method has nothing for it"
             task = make_task(
                 order,
@@ -247,7 +252,12 @@ class ReferenceRun:
                 private[device] = done.private
             history[device] = (*history.get(device, ()), round)
             if "work" in actions:
-                total = self.method.aggregation.fold(node.state, total, self._decode_update(device, task, done))
+                update = self._decode_update(device, task, done)
+                if round < present_round:
+                    weight = (1 + present_round - round) ** -0.5
+                    assert self.method.aggregation.rebase is not None
+                    update = self.method.aggregation.rebase(node.state, base.state, update, weight)
+                total = self.method.aggregation.fold(node.state, total, update)
         state = self.method.step(node.state, total) if "work" in actions else node.state
         return self._make_node(state, private, history)
 

@@ -141,6 +141,8 @@ AnyFault: TypeAlias = (
     | HomeRestore
 )
 KINDS: Final[dict[str, type[Fault]]] = {str(kind.__struct_config__.tag): kind for kind in AnyFault.__args__}
+BUFFERED: Final = ("fedavg", "fedopt", "fedprox")
+"""Methods whose updates may be of earlier states."""
 LATER: Final = ("rot", "restore")
 """Kinds that schedules do not draw of themselves: what they find is mended by verified reads and reconciled epochs."""
 
@@ -154,6 +156,7 @@ class FaultSchedule(msgspec.Struct, frozen=True):
     size: int = 0  # of the cohort; 0: all devices, so that every round has all of them
     quorum: float = 1.0
     over_select: float = 0.0
+    concurrency: int = 0  # devices at work in buffered mode; 0: rounds are synchronous
     deadline_s: float = 20_000.0
     check: int = 0  # rounds between evaluations
     jobs: int = 1
@@ -257,6 +260,13 @@ def draw_schedule(
             quorum=roll.choice([0.5, 1.0]),
             over_select=roll.choice([0.0, 0.5]),
             deadline_s=roll.choice([4.0, 15.0, 60.0]),
+        )
+    buffered = random.Random(f"buffered {seed}")
+    if method in BUFFERED and buffered.random() < 0.3:
+        size, concurrency = buffered.choice([1, 2]), buffered.choice([2, 3])
+        deadline_s = buffered.choice([4.0, 15.0, 60.0])
+        base = msgspec.structs.replace(
+            base, devices=3, size=size, concurrency=concurrency, over_select=0.0, deadline_s=deadline_s, check=0
         )
     base = msgspec.structs.replace(base, **settings)
     likely = only or ("crash", "crash", "kill", "refuse", "noise", "noise", *_OFTEN, *kinds)

@@ -104,6 +104,7 @@ def play_seeds(
         covered.update({name for name in found if found[name]} | {f"method {plan.method}", f"codec {plan.codec}"})
         covered["two jobs at once" if plan.jobs > 1 else "one job"] += 1
         covered["the same job twice"] += plan.twice_s >= 0
+        covered["buffered"] += plan.concurrency > 0
         covered["all devices in each round" if plan.requires_all_devices else "a part of the devices in a round"] += 1
     return SearchResult(count, environment.rounds - before, happened, covered, tuple(failures))
 
@@ -170,7 +171,8 @@ def _simpler_schedules(plan: FaultSchedule) -> Iterator[FaultSchedule]:
     if plan.size and not any(
         isinstance(fault, NewerParticipant) for fault in faults
     ):  # who is not heard cannot be waited for
-        yield msgspec.structs.replace(plan, size=0, quorum=1.0, over_select=0.0, deadline_s=PLAIN.deadline_s)
+        sizes = {"size": 0, "quorum": 1.0, "over_select": 0.0, "concurrency": 0, "deadline_s": PLAIN.deadline_s}
+        yield msgspec.structs.replace(plan, **sizes)
     for name, least in (("rounds", 1), ("devices", 2 if plan.requires_all_devices else 3)):
         if getattr(plan, name) > least:
             yield msgspec.structs.replace(plan, **{name: getattr(plan, name) - 1})

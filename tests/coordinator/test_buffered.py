@@ -1,0 +1,272 @@
+"""Buffered mode: who is selected when, which tasks are cancelled, and how updates of earlier states count."""
+
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import plain
+import pytest
+from job_facts import BLOB, apply_events, started_state, update
+from msgspec.structs import replace
+
+from fedquilt import methods
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds import responses
+from fedquilt.coordinator.rounds.decisions import decide_event, next_decision_s
+from fedquilt.coordinator.rounds.events import (
+    CohortSelected,
+    JobEnded,
+    RoundClosed,
+    RoundCommitted,
+    RoundRetried,
+    TaskDeclined,
+    TasksCancelled,
+    UpdateAccepted,
+    UpdateLost,
+    UpdateRejected,
+)
+from fedquilt.coordinator.rounds.job_state import JobState, TaskVersion
+from fedquilt.coordinator.rounds.selection import DeviceSnapshot, JobRequirements, ineligibility_code
+from fedquilt.coordinator.settings import StalenessSettings
+from fedquilt.core import BlobRef, DeviceUpdate, JobError
+from fedquilt.formats.tensor_register import register_from_kinds
+from fedquilt.methods import genefl
+from fedquilt.models.local_training import NetworkState
+
+STATES = [BlobRef(sha256=f"{number:064x}", size=1) for number in range(9)]
+
+
+def buffered_state(rounds: int = 9, **cohort: object) -> JobState:
+    settings = {"mode": "buffered", "size": 2, "concurrency": 3, **cohort}
+    return replace(started_state(rounds, **settings), state=STATES[0])  # type: ignore[arg-type]
+
+
+def committed(round: int) -> RoundCommitted:
+    return RoundCommitted(round, STATES[round + 1], False, {})
+
+
+def play(state: JobState, *steps: str, now_s: float = 0.0) -> JobState:
+    """Apply short events: "+abc" selected, "a0" accepted, of round 0, "!" closed and committed."""
+    for step in steps:
+        if step == "!":
+            state = apply_events(state, RoundClosed(state.round), committed(state.round), now_s=now_s)
+        elif step[0] == "+":
+            state = apply_events(state, CohortSelected(state.round, 0, tuple(step[1:])), now_s=now_s)
+        else:
+            state = apply_events(state, UpdateAccepted(state.round, update(step[0], int(step[1]))), now_s=now_s)
+    return state
+
+
+# -- decisions ------------------------------------------------------------------------------------
+
+
+def test_as_many_devices_are_at_work_as_the_concurrency_says():
+    state = buffered_state()
+    assert decide_event(state, 0.0, set("abcdef")) == CohortSelected(0, 0, ("b", "c", "d"))
+    assert decide_event(replace(state, round=0), 0.0, set("ab")) == CohortSelected(0, 0, ("a", "b"))
+    assert decide_event(buffered_state(concurrency=0), 0.0, set("abcdef")) == CohortSelected(0, 0, tuple("abcdef"))
+
+
+@pytest.mark.parametrize(
+    ("steps", "online", "event"),
+    [
+        (["+abc", "a0"], "abcd", CohortSelected(0, 0, ("d",))),  # the place of a is free
+        (["+abc", "a0"], "abc", None),  # a has an update in this buffer
+        (["+abc"], "abd", CohortSelected(0, 0, ("d",))),  # c is offline
+        (["+abc", "a0", "b0"], "abcd", RoundClosed(0)),
+        (["+abc", "a0", "b0", "!"], "abc", CohortSelected(1, 0, ("a", "b"))),  # c works on
+        (["+abc", "a0", "b0", "!"], "c", CohortSelected(1, 0, ())),  # c alone is enough to go on
+        (["+abc", "a0", "b0", "!", "+ab", "a1", "c0"], "abc", RoundClosed(1)),
+    ],
+)
+def test_devices_work_on_over_commits_and_others_take_free_places(steps, online, event):
+    assert decide_event(play(buffered_state(), *steps), 1.0, set(online)) == event
+
+
+def test_a_device_that_declines_is_replaced():
+    state = apply_events(play(buffered_state(), "+abc"), TaskDeclined(0, "b", "memory", "too big"))
+    assert decide_event(state, 1.0, set("abcd")) == CohortSelected(0, 0, ("d",))
+
+
+def test_a_late_task_is_cancelled_alone_and_its_device_is_selected_last():
+    state = play(buffered_state(), "+ab")
+    state = apply_events(play(state, "a0", now_s=4.0), CohortSelected(0, 0, ("c",)), now_s=5.0)
+    assert next_decision_s(state) == 10.0
+    assert decide_event(state, 9.0, set("abc")) is None
+    state = play(state, "c0", "!", now_s=9.0)
+    state = play(state, "+c", now_s=9.0)
+    assert next_decision_s(state) == 10.0
+    assert decide_event(state, 10.0, set("bc")) == TasksCancelled(1, ("b",), "deadline")
+    state = apply_events(state, TasksCancelled(1, ("b",), "deadline"), now_s=10.0)
+    assert (state.pending_devices, state.silent_devices, state.earlier_versions) == ({"c"}, ("b",), {})
+    assert decide_event(replace(state, silent_devices=("b",)), 10.0, set("abcd")) == CohortSelected(1, 0, ("a", "d"))
+    assert decide_event(state, 10.0, set("bc")) == CohortSelected(1, 0, ("b",))
+
+
+def test_a_task_of_too_old_a_state_is_cancelled_before_the_next_selection():
+    state = play(buffered_state(staleness={"max": 1}), "+abc", "a0", "b0", "!", "+ab", "a1", "b1", "!")
+    assert decide_event(state, 1.0, set("abc")) == TasksCancelled(2, ("c",), "staleness")
+    state = apply_events(state, TasksCancelled(2, ("c",), "staleness"))
+    assert decide_event(state, 1.0, set("abc")) == CohortSelected(2, 0, ("a", "b", "c"))
+
+
+def test_a_buffer_with_a_quorum_is_committed_at_the_deadline_and_otherwise_tried_again():
+    half = play(buffered_state(quorum=0.5), "+ab", "a0")
+    late = apply_events(half, TasksCancelled(0, ("b",), "deadline"))
+    assert decide_event(late, 10.0, {"a"}) == RoundClosed(0)
+    whole = apply_events(play(buffered_state(), "+ab", "a0"), TasksCancelled(0, ("b",), "deadline"))
+    assert decide_event(whole, 10.0, {"a", "c"}) == RoundRetried(0, 1)
+
+
+def test_a_job_ends_while_devices_are_at_work():
+    state = play(buffered_state(rounds=1), "+abc", "a0", "b0", "!")
+    assert decide_event(state, 1.0, set("abc")) == JobEnded("done", "")
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+def test_tasks_keep_their_version_over_commits():
+    state = play(buffered_state(), "+abc", "a0", "b0", "!", "+ab")
+    assert (state.round, state.pending_devices) == (1, set("abc"))
+    assert state.earlier_versions == {"c": TaskVersion(0, 0, STATES[0])}
+    assert state.task_version("a") == TaskVersion(1, 0, STATES[1])
+    state = play(state, "a1", "c0")
+    assert state.staleness(state.accepted_updates["c"]) == 1
+    assert state.earlier_versions.keys() == {"c"}  # the commit needs its state
+    state = apply_events(state, UpdateLost(1, "c", "damaged"))
+    assert state.task_version("c") == TaskVersion(0, 0, STATES[0])
+    state = play(state, "c0", "!")
+    assert state.earlier_versions == {"b": TaskVersion(1, 0, STATES[1])}
+    assert {name: list(rounds) for name, rounds in state.history.items()} == {"a": [0, 1], "b": [0], "c": [0]}
+
+
+def test_an_update_of_an_earlier_round_counts_once_and_for_its_task_alone():
+    state = play(buffered_state(), "+abc", "a0", "b0", "!", "+ab")
+
+    def announce(device: str, round: int, base: int) -> str:
+        sent = replace(update(device, round), state=STATES[base].sha256)
+        input = responses.UpdateAnnounced(device, sent)
+        return type(responses.decide_response("j-1", state, None, input, 1.0).actions[-1]).__name__
+
+    assert announce("c", 0, 0) == "ValidateUpdate"
+    assert announce("c", 0, 1) == "AckUpdate"  # of another state
+    assert announce("c", 1, 1) == "AckUpdate"  # not its task
+    assert announce("a", 0, 0) == "AckUpdate"  # counted already
+    assert announce("a", 1, 1) == "ValidateUpdate"
+    counted = responses.decide_response("j-1", state, None, responses.UpdateAnnounced("a", update("a", 0)), 1.0)
+    assert counted.actions == (responses.AckUpdate("a", update("a", 0), True),)
+
+
+def test_an_earlier_update_is_rejected_in_the_running_round():
+    state = play(buffered_state(), "+abc", "a0", "b0", "!", "+ab")
+    sent = update("c", 0)
+    decision = responses.decide_response("j-1", state, sent, responses.UpdateValidated("c", sent, None, "NaN"), 1.0)
+    assert decision.events == (UpdateRejected(1, "c", "NaN"),)
+    assert apply_events(state, *decision.events).earlier_versions == {}
+
+
+def test_tasks_that_are_open_after_the_last_round_are_still_training():
+    state = play(buffered_state(rounds=1), "+abc", "a0", "b0", "!")
+    assert (state.is_work_done, state.task_actions) == (True, ("work",))
+
+
+def test_updates_that_arrive_between_two_rounds_wait_for_the_next():
+    state = apply_events(play(buffered_state(), "+abc", "a0", "b0"), RoundClosed(0))
+    sent = replace(update("c"), state=STATES[0].sha256, bundles={"model": BLOB})
+    decision = responses.decide_response("j-1", state, None, responses.UpdateAnnounced("c", sent), 1.0)
+    assert decision.arriving_update == sent
+    for input in (responses.UpdateReceived("c"), responses.UpdateValidated("c", sent, sent)):
+        assert responses.decide_response("j-1", state, sent, input, 1.0) == responses.Decision(sent)
+
+
+# -- staleness ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("staleness", "weights"),
+    [
+        (StalenessSettings("constant"), [1, 1, 1]),
+        (StalenessSettings(), [1, 0.5, 1 / 3]),
+        (StalenessSettings("polynomial", a=1.0), [1, 0.25, 1 / 9]),
+        (StalenessSettings("hinge"), [1, 1, 1 / 41]),
+        (StalenessSettings("hinge", a=1.0, b=2), [1, 0.5, 1 / 7]),
+    ],
+)
+def test_the_weights_are_those_of_fedasync(staleness, weights):
+    assert [staleness.weight(commits) for commits in (0, 3, 8)] == pytest.approx(weights)
+
+
+def network_state(weight: float, variance: float, count: int) -> NetworkState:
+    model = {
+        "norm.weight": np.array([weight], np.float32),
+        "norm.running_var": np.array([variance], np.float32),
+        "norm.num_batches_tracked": np.array(count),
+    }
+    register = register_from_kinds(model, dict.fromkeys(("norm.running_var", "norm.num_batches_tracked"), "buffer"))
+    network = {"name": "mlp", "register": msgspec.to_builtins(register)}
+    return NetworkState({}, network, model, 0.0, 0)
+
+
+def test_a_late_change_moves_the_present_model_by_its_weight():
+    rebase = methods.load("fedavg").aggregation.rebase
+    present, earlier, trained = network_state(5, 0.1, 40), network_state(1, 4.0, 10), network_state(3, 1.0, 16)
+    sent = DeviceUpdate("a", 0, 1.0, {}, {"model": trained.model})
+    assert rebase is not None
+    model = rebase(present, earlier, sent, 0.5).bundles["model"]
+    assert model["norm.weight"] == 5 + 0.5 * (3 - 1)
+    assert model["norm.running_var"] == pytest.approx(0.55)  # a difference would make it -1.4
+    assert model["norm.num_batches_tracked"] == 40 + (16 - 10)
+    assert [array.dtype for array in model.values()] == [array.dtype for array in present.model.values()]
+
+
+def test_a_late_learngene_is_mixed_into_the_layers_of_its_cluster():
+    layers = {"first": {"w": np.zeros(1, np.float32)}, "second": {"v": np.zeros(1, np.float32)}}
+    cluster = {"first": {"w": np.array([4], np.float32)}}
+    gene = {"w": np.array([8], np.float32), "v": np.array([6], np.float32)}
+    sent = DeviceUpdate("a", 0, 1.0, {}, {"gene": gene})
+    for size, expected in ((2, {"w": 5, "v": 6}), (1, {"w": 5})):
+        state = SimpleNamespace(
+            assigned={"a": 0}, shared=("first", "second"), initial_layers=layers, size=size, clusters=(cluster,)
+        )
+        assert genefl.rebase(state, state, sent, 0.25).bundles["gene"] == expected
+        unassigned = SimpleNamespace(**{**vars(state), "assigned": {}})
+        assert genefl.rebase(unassigned, state, sent, 0.25) is sent
+
+
+# -- settings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"cohort": {"size": 0}}, "needs size"),
+        ({"cohort": {"over_select": 0.5}}, "has no over_select"),
+        ({"cohort": {"deadline": "predicted"}}, 'takes deadline = "fixed", not .predicted.'),
+        ({"cohort": {"staleness": {"function": "constant", "a": 1.0}}}, "staleness.a and b only for other functions"),
+        ({"cohort": {"staleness": {"b": 3}}}, "staleness.a and b only for other functions"),
+        ({"cohort": {"staleness": {"max": -1}}}, "cohort.*max"),
+        ({"cohort": {"mode": "synchronous", "concurrency": 3}}, 'concurrency: only mode = "buffered" heeds it'),
+        ({"cohort": {"mode": "synchronous", "staleness": {"max": 3}}}, 'staleness: only mode = "buffered" heeds it'),
+        ({"check": {"every": 2}}, "has no rounds in which devices evaluate"),
+        ({"method": "scaffold"}, "scaffold combines only updates of one state"),
+        ({"method": "fedstitch"}, "fedstitch combines only updates of one state"),
+    ],
+)
+def test_a_job_that_contradicts_buffered_mode_is_refused(changes, problem):
+    cohort = {"mode": "buffered", "size": 2, **changes.pop("cohort", {})}
+    with pytest.raises(JobError, match=problem):
+        settings.parse_job({"name": "j", "method": "fedavg", "cohort": cohort, **changes})
+
+
+def test_the_methods_that_run_buffered_are_those_that_average_models_or_mix_layers():
+    able = {name for name in methods.builtin_names() if methods.load(name).aggregation.rebase is not None}
+    assert able >= {"fedavg", "fedprox", "fedopt", "fedsq", "genefl"}
+    assert able.isdisjoint({"scaffold", "fednova", "fedstitch", "heterofl", "robust", "local"})
+
+
+def test_a_site_is_not_selected():
+    snapshot = DeviceSnapshot(True, replace(plain.profile(), engines=("numpy",), site_device_count=3))
+    for mode, code in (("buffered", "site"), ("synchronous", None)):
+        cohort = settings.CohortSettings(mode=mode, size=2)  # type: ignore[arg-type]
+        assert ineligibility_code(snapshot, JobRequirements(("numpy",), cohort)) == code
