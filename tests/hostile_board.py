@@ -80,7 +80,7 @@ def _inflated(model: Tensors) -> bytes:
 
 
 ATTACKS: dict[str, tuple[Callable[[Tensors], Lie], str]] = {  # -> what the log has to say beside the liar's name
-    "a header of an exbibyte": (lambda model: Lie(_bomb(model)), "a header of"),
+    "a header of an exbibyte": (lambda model: Lie(_bomb(model)), "header of .* exceeds"),
     "tensors that inflate": (lambda model: Lie(_inflated(model)), "not a safetensors blob"),
     "1e300": (
         lambda model: Lie(tensors.encode_tensors({name: np.full(a.shape, 1e300) for name, a in model.items()})),

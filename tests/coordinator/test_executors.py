@@ -134,7 +134,7 @@ def test_one_blob_of_two_that_fails_ends_the_fetch_with_its_error_and_the_next_o
     (told,) = site.play()
     assert isinstance(told, UpdateReceived)
     assert told.error is not None
-    assert "not offered" in told.error
+    assert "cannot send the blob" in told.error
     assert site.play() == []
     site.given.add(bad.sha256)
     site.executor.fetch_blobs("a", [good, bad])

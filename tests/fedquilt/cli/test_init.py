@@ -110,7 +110,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(capsys):
     assert main(["init", "--method", "fedprx"]) == 2
     assert "did you mean 'fedprox'?" in capsys.readouterr().err
     assert main(["init", "--method", "fedstitch", "--data", "vectors.npz"]) == 2
-    assert "examples of vectors.npz have shape (5,): write a job with [[donors]] of your own" in capsys.readouterr().err
+    assert "examples of vectors.npz have shape (5,): write your own [[donors]]" in capsys.readouterr().err
     assert main(["init", "--data", "none.npz"]) == 3
     assert list(Path().iterdir()) == [Path("vectors.npz")]
 

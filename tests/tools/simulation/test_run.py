@@ -203,7 +203,7 @@ def test_a_run_that_waits_for_devices_that_never_come_ends(engine: NumpyEngine) 
 
 
 def test_an_engine_that_the_method_has_not_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="fedavg choose torch or numpy"):
+    with pytest.raises(JobError, match="not supported by fedavg: choose torch or numpy"):
         make_job("fedavg", SMALL, engine="onnx")
 
 
