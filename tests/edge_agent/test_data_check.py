@@ -26,9 +26,9 @@ def flowers(tmp_path: Path) -> Path:
     [
         ({}, ""),
         ({"y": "species"}, "has no column 'species' ([data] y); it has length, kind"),
-        ({"labels": ["iris"]}, "'rose' is none of [data] labels (iris): add or correct it"),
+        ({"labels": ["iris"]}, "'rose' is not in [data] labels (iris): add or correct it"),
         ({"x": ["size"]}, "has no column 'size' ([data] x)"),
-        ({"share": 2, "shares": 3, "partition": "iid"}, "share 2 of 3 ('iid') is empty, of 2 examples"),
+        ({"share": 2, "shares": 3, "partition": "iid"}, "share 2 of 3 (partition 'iid') has none of the 2 examples"),
     ],
 )
 def test_a_table_that_does_not_fit_the_data_is_explained(flowers: Path, change: dict[str, Any], problem: str) -> None:

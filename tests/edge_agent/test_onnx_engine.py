@@ -160,7 +160,7 @@ def test_a_graph_that_names_the_boards_key_is_refused_before_the_runtime_sees_it
         ).SerializeToString()
     )
     engine = OnnxEngine(100 * MB, base_bytes=0)
-    with pytest.raises(ModelError, match=r"graph graph cannot be run: tensor 'k' is in '\.\./device\.key'"):
+    with pytest.raises(ModelError, match=r"graph graph cannot be run: tensor 'k' is in file '\.\./device\.key'"):
         engine.run(path, np.zeros((1, 27)))
     with pytest.raises(ModelError, match=r"device\.key"):
         engine.read_metadata(path)

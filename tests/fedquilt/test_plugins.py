@@ -264,7 +264,7 @@ def test_a_meter_of_another_package_is_one_line_of_agent_toml(install):
         ("plg", r"meter 'plg' is unknown; did you mean 'plug'\? There are: plug"),
         (
             "plug_fl:Blind",
-            r"plug_fl.*no meter: define `read\(now_s\)`, and `coverage` as one of board, processor, rail",
+            r"plug_fl.*is not a meter: define `read\(now_s\)`, and `coverage` as one of board, processor, rail",
         ),
         ({"name": "plug", "host": "x"}, "cannot be created from .*host.*TypeError"),
         ({"watts": 3}, "meter has no name"),

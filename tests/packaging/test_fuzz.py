@@ -40,6 +40,7 @@ OWN = {  # modules that read only what the same machine's owner or the same proc
     "coordinator/device_columns.py": "arrays of this process, viewed without a copy",
     "coordinator/fleet/device_status.py": "own notes on boards; a row that cannot be read is left out",
     "fedquilt/formats/job_bundle.py": "a record beside the bundle, which the job's owner has prepared",
+    "edge_agent/task/data_check.py": "the answer of a process that the agent has started",
     "fedquilt/formats/tensor_register.py": "a table of the job's bundle, which the job's owner has prepared",
     "fedquilt/data/readers/base.py": "examples of the board's owner",
     "fedquilt/data/readers/audio.py": "likewise",

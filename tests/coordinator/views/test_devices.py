@@ -171,7 +171,7 @@ def test_boards_are_chosen_by_name_and_told_as_json(home, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["nobody"], "knows a device 'nobody'"),
+        (["nobody"], "device 'nobody' is unknown"),
         (["--label", "Lab 1"], "'Lab 1' is not a label or !label"),
         (["--state", "asleep"], "'asleep' is unknown; there are: online, "),
     ],
@@ -222,6 +222,6 @@ def test_a_home_that_is_shut_to_its_viewer_is_named(user):
     try:
         code, _, error = user.does(printed, home)
         assert code == 6
-        assert f"cannot look into {home}: Permission denied" in error
+        assert f"cannot read {home}: Permission denied" in error
     finally:
         home.chmod(0o755)

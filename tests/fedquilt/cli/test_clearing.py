@@ -118,7 +118,7 @@ def test_a_run_that_a_coordinator_may_be_at_is_refused(tmp_path, capsys):
     with Store(tmp_path) as coordinator:
         assert coordinator.acquire_lock()
         assert main(["prune", ended, busy, "--yes", "--home", str(tmp_path)]) == 2
-        assert f"{busy} is running: `fedquilt stop {busy}" in capsys.readouterr().err
+        assert f"{busy} is running: stop it first: `fedquilt stop {busy}" in capsys.readouterr().err
         assert (ids(tmp_path), files(tmp_path)) == ([busy, ended], before)
         coordinator.set_status(busy, "stopping")
         assert main(["prune", busy, "--yes", "--home", str(tmp_path)]) == 2

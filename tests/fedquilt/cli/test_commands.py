@@ -179,7 +179,7 @@ def test_a_shell_completes_verbs_options_methods_and_runs(tmp_path, monkeypatch,
     assert ask("fedquilt identity is") == ["issue"]
     assert ask("fedquilt simulate --dev") == ["--devices"]
     assert ask("fedquilt simulate --link mem") == ["memory"]
-    assert ask("fedquilt methods fedpro") == ["fedprox"]
+    assert ask("fedquilt methods fedprox") == ["fedprox"]
     assert ask("fedquilt compare job.toml --methods scaf") == ["scaffold"]
     assert ask("fedquilt board flash agent.toml --target rasp") == ["raspberry-pi-os"]
     assert ask("fedquilt lab reproduce budg") == ["budgets"]

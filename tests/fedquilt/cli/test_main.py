@@ -245,7 +245,7 @@ def test_a_reader_that_goes_away_is_no_matter_for_words(tmp_path):
         (
             PermissionError(13, "Permission denied", "x.toml"),
             6,
-            "Permission denied: x.toml; change the owner or the rights",
+            "Permission denied: x.toml; change the owner or the permissions",
         ),
     ],
 )

@@ -172,7 +172,7 @@ def assert_helpful(answered: tuple[int, str], code: int, *named: str) -> None:
         ("model run nope.onnx flowers.csv", 4, ("nope.onnx", "`fedquilt model export`")),
         ("compare job.toml --methods fedprxo", 2, ("'fedprxo'", "did you mean 'fedprox'?")),
         ("compare job.toml --set fedavg.lrr=1", 2, ("lrr", "did you mean 'lr'?")),
-        ("compare job.toml --target 95", 2, ("95", "give 0.95")),
+        ("compare job.toml --target 95", 2, ("95", "use 0.95")),
         ("dash --home runs --listen 8080", 2, ("'8080'", "write HOST:PORT")),
         (
             "init --method fedvag --data digits --devices 3 --rounds 2 --out new.toml",

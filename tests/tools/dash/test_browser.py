@@ -210,7 +210,7 @@ def test_a_rollout_is_ended_by_whoever_opens_the_address_with_the_token(browser:
         tab.until("document.querySelector('.buttons button')?.disabled === false")
         assert tab.value("document.querySelector('.buttons').innerText") == "Take this rollout back"
         tab.value("confirm = () => true; document.querySelector('.buttons button').click()")
-        tab.until("document.querySelector('.notice:not([hidden])')?.textContent.includes('is ended as soon as')")
+        tab.until("document.querySelector('.notice:not([hidden])')?.textContent.includes('is aborted as soon as')")
         tab.until("document.querySelector('main').textContent.includes('its return is requested')")
         with Store(home) as store:
             assert store.rollouts.find_rollout(id).revert_requested

@@ -93,7 +93,7 @@ def test_boards_whose_idle_power_is_unknown_are_named_beside_the_joules(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["lab", "front", str(job(tmp_path, boards='"jetson-nano", "jetson-xavier-nx"'))]) == 0
-    assert "without the idle energy of jetson-xavier-nx, whose idle power is unknown" in capsys.readouterr().out
+    assert "without the idle energy of jetson-xavier-nx (unknown)" in capsys.readouterr().out
     assert told(job(tmp_path), capsys)["idle_power_unknown"] == []
 
 

@@ -108,7 +108,7 @@ def test_a_flashed_board_starts_what_was_flashed_or_what_came_over_the_air(tmp_p
     install_bundle(flashed("third"), root)
     done = started(root)
     assert done.stdout.startswith("third ")
-    assert "flashed anew" in done.stderr
+    assert "flashed again" in done.stderr
     assert started(root).stderr == ""
 
 

@@ -341,7 +341,7 @@ def test_the_picture_of_who_took_part_has_a_square_for_each(tmp_path: Path) -> N
         ("declined", "round 1, b: declined (memory): too big for 64 MB"),
         ("drawn", "final evaluation, b: not drawn: place 3 of 3, 1 selected"),
     ]
-    assert cells["d"][0] == ("barred", "round 1, d: hotter than [cohort] max_temperature_c")
+    assert cells["d"][0] == ("barred", "round 1, d: is hotter than [cohort] max_temperature_c")
     assert cells["c"][0][0] == "drawn"
     assert [code for code, _ in drawn.keys] == ["answered", "declined", "barred", "drawn"]
     assert sum(columns for _, columns in drawn.heads) == 2
