@@ -68,14 +68,14 @@ class RolloutRunner:
         self._unwritten.append((device, message))
 
     def resend_releases(self, device: str, now_s: float) -> None:
-        """Send a device its latest release of each kind again, settled or not."""
+        """Send a device its latest release of each kind again, even if it has reported the end."""
         self._has_new_devices = True
         for kind in KINDS:
             if (kind, device) in self._owners:
                 self._send_release(kind, device, now_s)
 
     def resend_unsettled_releases(self, now_s: float) -> None:
-        """Record a new broker session, and resend the releases of devices that have not reported an end."""
+        """Record a new broker session, and resend releases whose end the device has not reported."""
         self._session_started_s = now_s
         for kind, device in self._owners:
             if self._states[self._owners[kind, device]].device_phase(device) not in rollout.SETTLED:
@@ -160,7 +160,6 @@ class RolloutRunner:
                 self._record_events([(id, event)], now_s)
 
     def devices_of_rollout(self, state: Rollout) -> dict[str, RolloutDevice]:
-        """Return the connection, labels and compatibility of the devices that belong to a rollout."""
         devices = {}
         for device in {*self._registry.devices, *state.offered}:
             record = self._registry.devices.get(device)

@@ -1,11 +1,10 @@
 """Rate limiter that slows devices which send too much, and then blocks them for a while.
 
-Costs are seconds of work, estimated from the handling of a message. Each device may permanently use RATE of the
-coordinator's time, and BURST_S at once. Work that the coordinator requests is credited: a round's task pays for its
-messages, and a model chunk that is sent for the first time pays for its request. Messages above the limit are dropped.
-The protocol repeats all messages, so an honest device is only slower. A device that continues is blocked for BLOCK_S.
-
-Pure: no I/O and no clock.
+Costs are seconds of work, estimated from the handling of a message. Each device may permanently use DEVICE_SHARE of the
+coordinator's time, and BURST_S at once. Work that the coordinator requests is credited to the device: a task is a
+credit for the messages of its round, and the first transfer of a model chunk is a credit for the request of the chunk.
+Messages above the limit are dropped. The protocol repeats all messages, so an honest device is only slower. A device
+that continues is blocked for BLOCK_S. No I/O and no clock.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class _TokenBucket:
 
 @dataclass
 class RateLimiter:
-    """Token bucket of each device. Full buckets are removed from time to time."""
+    """Token buckets, one for each device."""
 
     _buckets: dict[str, _TokenBucket] = field(default_factory=dict)
     _cleanup_size: int = 1024  # number of buckets above which full ones are removed
@@ -111,7 +110,10 @@ class RateLimitedLink(LinkWrapper):
         self._discovery_end_s = math.inf  # end of the running discovery
 
     def subscribe(self, filters: Sequence[str]) -> None:
-        """Subscribe to the filters. While the link subscribes to each device by name, unsubscribe from them instead."""
+        """Subscribe to the topics of all devices or, while a device is blocked, unsubscribe from them.
+
+        While a device is blocked, the link subscribes to each other device by name.
+        """
         if not self._subscribes_per_device:
             self._link.subscribe(filters)
         else:  # the broker may still have only the earlier subscription
@@ -169,7 +171,7 @@ class RateLimitedLink(LinkWrapper):
                 self._subscribe_to_all()
 
     def _block_device(self, device: str) -> None:
-        """Drop a device's messages for BLOCK_S, and subscribe to all others by name unless they are too many."""
+        """Drop a device's messages for BLOCK_S. Unless there are too many devices, unsubscribe from them."""
         self._newly_blocked.append(device)
         self._blocked_until_s[device] = self.now_s + BLOCK_S
         if self._subscribes_per_device:
@@ -188,7 +190,7 @@ class RateLimitedLink(LinkWrapper):
         self._link.unsubscribe([*self._device_filters(list(self._known_devices)), self._presence_filter])
 
     def _update_subscriptions(self) -> None:
-        """Unblock devices after their time, and listen for new devices at intervals."""
+        """Unblock devices after BLOCK_S. While devices are blocked, discover new devices at intervals."""
         unblocked = [device for device, until_s in self._blocked_until_s.items() if self.now_s >= until_s]
         for device in unblocked:
             del self._blocked_until_s[device]

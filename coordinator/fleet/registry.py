@@ -54,7 +54,7 @@ class BrokerOutage:
         return not self.is_disconnected and now_s >= self._reconnected_s
 
     def record_connection(self, is_connected: bool, now_s: float) -> None:
-        """Record whether the broker is connected. Add an ended outage and the longest backoff after it to `lost_s`."""
+        """Record whether the broker is connected. After an outage, add its seconds and a backoff to `lost_s`."""
         if not is_connected and self._outage_start_s is None:
             self._outage_start_s = now_s
         elif is_connected and self._outage_start_s is not None:
@@ -105,7 +105,7 @@ class SilenceDetector:
         return silent
 
     def expect_contact(self, device: str) -> None:
-        """Wait for a message of a device that only a retained message reports as online.
+        """Expect a message of a device that is online according to a retained message only.
 
         The coordinator must have announced itself just before, because every device answers an announcement.
         """
@@ -257,7 +257,7 @@ class DeviceRegistry:
         record.profile = profile
 
     def set_site_right(self, device: str, right: SiteRight | None) -> None:
-        """Set the site right of a device. A change deletes the profile, which was limited to the previous right."""
+        """Set a device's site right. A change deletes the profile, which the previous right has limited."""
         record = self.devices.get(device)
         if right == (record.site_right if record else None):
             return
@@ -281,7 +281,10 @@ class DeviceRegistry:
         return record.profile if record else None
 
     def agent_start_key(self, device: str) -> str:
-        """Return a text that changes when the agent restarts, changes its profile or frees disk space, or ""."""
+        """Return a text that changes if the agent restarts, changes its profile or frees disk space.
+
+        The text is "" for an unknown device.
+        """
         record = self.devices.get(device)
         if record is None or not record.boot:
             return ""
@@ -289,7 +292,7 @@ class DeviceRegistry:
         return f"{record.boot} {profile_digest} {record.freed_count}"
 
     def device_views(self, now_s: float) -> dict[str, DeviceSnapshot]:
-        """Return the view of every device, which is online until OFFLINE_GRACE_S after a disconnection.
+        """Return the view of every device. A device counts as online for OFFLINE_GRACE_S after it disconnects.
 
         The result must not be changed, and is valid until the next query.
         """
@@ -337,7 +340,7 @@ class DeviceRegistry:
         return labels
 
     def energy_costs(self, now_s: float) -> CostColumn:
-        """Return the joules per FLOP of all devices with a suitable profile, offline devices included."""
+        """Return the joules per FLOP of all devices whose profile contains them, online or offline."""
         version = self.refresh_views(now_s)
         cached_version, costs = self._costs
         if cached_version != version:

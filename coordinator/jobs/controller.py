@@ -72,7 +72,7 @@ class UpdatePipeline:
 
     @property
     def lost_s(self) -> float:
-        """Seconds added to the deadline because the broker was unreachable, limited by the end of a site's round."""
+        """Seconds to add to the deadline because of broker outages. The round of a site has a fixed end."""
         outage, state = self._executor.outage, self._job.job_state
         if state.opened_s != self._outage_at_attempt_start[0]:
             self._outage_at_attempt_start = state.opened_s, outage.lost_s
@@ -87,7 +87,7 @@ class UpdatePipeline:
         """Return the deadline, or the later time until which the round waits for punctual updates.
 
         Updates are punctual if they were received in time and are still being validated, or were announced in time and
-        had to wait for their transfer, which moves their deadline. The round of a site has a fixed end.
+        wait for their transfer. The wait for a transfer extends the deadline. The round of a site has a fixed end.
         """
         deadline_s, latest_s = self._extended_deadline_s, decisions.site_deadline_s(self._job.job_state)
         if self._punctual_devices:
@@ -151,7 +151,6 @@ class UpdatePipeline:
         self._apply_validation(device, validation, now_s)
 
     def _apply_validation(self, device: str, validation: Callable[[], responses.UpdateValidated], now_s: float) -> None:
-        """Pass the validated update to the job. If a read fails, request the update again or suspend the job."""
         try:
             result = validation()
         except job_blobs.LostUpdateError as lost:
@@ -188,7 +187,7 @@ class UpdatePipeline:
             self._context.garbage.add_candidates(aggregated_blobs, urgent=True)
 
     def commit_round(self, now_s: float) -> bool:
-        """Commit the round, in the worker if updates are large. Return whether the commit has ended, or failed."""
+        """Commit the round, in the worker if updates are large. Return whether the commit has ended."""
         if self._is_folding:
             return False
         commit = self._job.build_commit(now_s)
@@ -212,7 +211,6 @@ class UpdatePipeline:
             self._controller.record_event(outcome, now_s)
 
     def _result_or_lost_event(self, result: Callable[[], T], now_s: float) -> T | events.UpdateLost | None:
-        """Return the result, `UpdateLost` for a lost update, or None after an error (see `handle_failure`)."""
         try:
             return result()
         except job_blobs.LostUpdateError as lost:
@@ -244,7 +242,7 @@ class CoordinatorContext:
         self.worker.submit(*self.store.blob_store.pin_during(item, callback))
 
     def cancel_task(self, device: str, job: str, now_s: float) -> None:
-        """Cancel a job's task on a device. If another job holds the lease, only stop the transfer of the update."""
+        """Cancel a job's task on a device. If another job holds the lease, only stop the update's transfer."""
         if not self.leases.release_device(device, job, now_s):
             if (fetching_job := self.fetching_jobs.get(device)) is not None and fetching_job.id == job:
                 self.executor.fetch_blobs(device, ())
@@ -254,7 +252,7 @@ class CoordinatorContext:
         self.send_unsent_task(device, now_s)
 
     def release_device(self, device: str, job: str, now_s: float) -> None:
-        """End a job's lease on a device, and send the device its task of another job that waits for the device."""
+        """End a job's lease of a device, and send the device the task of another job that waits for it."""
         if self.leases.release_device(device, job, now_s):
             self.send_unsent_task(device, now_s)
 
@@ -270,7 +268,7 @@ class CoordinatorContext:
         self.executor.send_ack(device, ack)
 
     def adopt_epoch(self, device: str, epoch: int) -> None:
-        """Raise the epoch above a device's epoch, which is higher if the home is an older copy.
+        """Start an epoch above that of a device, which is higher if the home was restored from an older copy.
 
         Each device can raise the epoch once, and by no more than MAX_EPOCH_LEAD.
         """
@@ -369,7 +367,6 @@ class JobController:
         return has_enough_devices and not free.isdisjoint(self._context.leases.devices_of_other_jobs(self.id))
 
     def _device_time_s(self, now_s: float) -> float:
-        """Return the seconds of leased devices, summed over devices and divided by the job's priority."""
         return self._context.leases.device_seconds(self.id, now_s) / self.job.job.priority
 
     def blobs_in_use(self) -> set[str]:
@@ -553,7 +550,7 @@ class JobController:
         self.record_event(events.failure_event(error), now_s)
 
     def record_event(self, event: events.AnyEvent, now_s: float, commit: CommitResult | None = None) -> None:
-        """Record an event, then send or cancel the tasks that follow. An event that is not allowed fails the job."""
+        """Record an event, then send or cancel the tasks that follow. A forbidden event fails the job."""
         job = self.job
         previous_state = job.job_state
         try:

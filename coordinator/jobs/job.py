@@ -122,7 +122,7 @@ class RunningJob:
         return state_bytes + sum(ref.size for ref in self.bundle.files.values()) >= self._large_bytes
 
     def build_state_loader(self) -> Callable[[], LoadedState]:
-        """Return a function, also for a worker, that loads the job's state or creates the first state."""
+        """Return a function that loads the job's state, or creates the first one. A worker may call it."""
         return partial(self._model_states.load_starting_state, self.job_state)
 
     def use_loaded_state(self, loaded: LoadedState, now_s: float) -> None:
@@ -187,7 +187,7 @@ class RunningJob:
         return task
 
     def _class_shares(self) -> tuple[float, ...] | None:
-        """Return the class shares for an evaluation, () if all classes count equally, or None without class priors."""
+        """Return the share of each class in an evaluation, () for equal shares, or None without class priors."""
         if not self.job_state.constants.class_priors:
             return None
         if self.job_state.parent_order is not None:
@@ -282,7 +282,7 @@ class RunningJob:
         large: bool,
         right: SiteRight | None = None,
     ) -> Callable[[], UpdateValidated]:
-        """Return a function that validates an update and returns the valid part or the reason of the rejection.
+        """Return a function that validates an update. Its result has the valid part or the reason.
 
         The function raises LostUpdateError if a blob is lost, and UnreadableError or StoreError if the disk fails.
         """
@@ -405,7 +405,7 @@ class RunningJob:
         self._sent_blobs.update(ref.sha256 for _, ref in encoded.values())
 
     def blobs_released_by_commit(self, previous_state: JobState) -> set[str]:
-        """Return the blobs of the committed round that may be garbage: updates, aggregate, task bundles and states."""
+        """Return the blobs that a commit may have made garbage: updates, aggregate, task bundles and states."""
         best_state = previous_state.best.state if previous_state.best else None
         refs = [
             previous_state.state,
@@ -457,7 +457,6 @@ class RunningJob:
         self.job_state = new_state
 
     def _store_bundle(self, value: Tensors | BlobRef) -> BlobRef:
-        """Return the blob of a task's tensors, stored if missing. A file of the job's bundle is restored."""
         if isinstance(value, BlobRef):
             bundle_files = {name: ref for name, ref in self.bundle.files.items() if ref == value}
             job_blobs.restore_bundle_files(self.id, self._store.blob_store, self._folder, bundle_files)
@@ -471,7 +470,7 @@ class RunningJob:
 
 
 def describe_early_end(method: Method, name: str, rounds: int, round: int) -> str | None:
-    """Return a note after the last round if the method has an end of its own, or else None."""
+    """Return a note if this is the last round and a method that ends by itself has not finished, or None."""
     if method.is_done is Method.is_done or round + 1 < rounds:
         return None
     return f"{name} has not finished after the job's {rounds} rounds, and the result is preliminary: raise rounds"
@@ -487,9 +486,10 @@ def decide_next_event(
     lost_s: float = 0.0,
     unreachable_devices: AbstractSet[str] = frozenset(),
 ) -> events.AnyEvent | None:
-    """Return the next event of a job, or None if nothing is due. Changes of eligibility precede a selection.
+    """Return the next event of a job, or None if nothing is due.
 
-    `busy` are devices reserved for other jobs, and `lost_s` extends the deadline. See `decisions.decide_event`.
+    Changes of eligibility precede a selection. `busy` are devices reserved for other jobs, and `lost_s` extends the
+    deadline. See `decisions.decide_event`.
     """
 
     def workload_of(device: str) -> DeviceWorkload:
@@ -533,7 +533,7 @@ def _devices_over_share(
     max_devices: float,
     decide: Callable[[], events.AnyEvent | None],
 ) -> set[str]:
-    """Return the eligible devices that only the submitter's share limit excludes from the cohort.
+    """Return the eligible devices that the cohort lacks only because of the submitter's share limit.
 
     `decide` returns the event without this limit.
     """

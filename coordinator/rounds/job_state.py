@@ -1,4 +1,4 @@
-"""Job state that follows from a job's constants and events. Pure.
+"""Job state, computed from a job's constants and events without I/O.
 
 `apply_event` applies one event to the state. The server writes each event to the log before acting on the event, so
 that replaying the log after a crash gives the same state. An event that `events.TRANSITIONS` does not allow, and an
@@ -70,7 +70,7 @@ class ResourceUsage(msgspec.Struct, frozen=True):
 
 
 class BestEvaluation(msgspec.Struct, frozen=True):
-    """Best of the evaluations so far by the main metric, and the number of evaluations without a gain since."""
+    """Best evaluation so far by the main metric, and the number of later evaluations without a gain."""
 
     metric: str  # a key of `metrics.METRICS`
     value: float
@@ -87,9 +87,10 @@ class BestEvaluation(msgspec.Struct, frozen=True):
 def add_evaluation(
     best: BestEvaluation | None, sums: EvaluationSums | None, state: BlobRef | None, rounds: int, min_gain: float
 ) -> BestEvaluation | None:
-    """Return the best evaluation after one of `state`, which is unchanged if `sums` have no main metric.
+    """Return the best evaluation after an evaluation of `state` with the result `sums`.
 
-    A gain below `min_gain` counts as none for `without_gain`, and still makes the evaluation the best.
+    An evaluation without a main metric changes nothing. A gain below `min_gain` makes the evaluation the best, but
+    counts as none for `without_gain`.
     """
     if (main := metrics.main_metric(sums)) is None or state is None:
         return best
@@ -120,7 +121,7 @@ def describe_reached_limit(limits: JobLimits, usage: ResourceUsage, best: BestEv
 
 
 def describe_unmetered_tasks(limits: JobLimits, usage: ResourceUsage) -> str | None:
-    """Return how many joules `max_joules` counts, or None without a limit or unmetered tasks."""
+    """Return a note that `max_joules` does not cover all tasks, or None if it does or there is no limit."""
     if limits.max_joules is None or not usage.unmetered:
         return None
     if not usage.metered:
@@ -230,7 +231,6 @@ class JobState(msgspec.Struct, frozen=True):
         return describe_reached_limit(self.constants.stop, self.usage, self.best)
 
     def best_after(self, sums: EvaluationSums | None) -> BestEvaluation | None:
-        """Return the best evaluation after an evaluation of the state at the start of the running round."""
         if not self.constants.check_every:  # a site evaluates only for its parent
             return self.best
         return add_evaluation(self.best, sums, self.state, self.completed_rounds, self.constants.stop.min_gain)
@@ -275,7 +275,7 @@ class JobState(msgspec.Struct, frozen=True):
 
 
 def apply_event(state: JobState, event: events.AnyEvent, now_s: float) -> JobState:
-    """Return the state after an event. Raise JobError for an event of another round, or not allowed in this phase."""
+    """Return the state after an event, or raise JobError if the round or the phase forbids the event."""
     kind, event_round = type(event).__name__, getattr(event, "round", state.round)
     allowed_phases = events.TRANSITIONS[kind].get(state.phase, ())
     if event_round != state.round:
