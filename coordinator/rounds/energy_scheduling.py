@@ -104,7 +104,7 @@ def pareto_front(forecasts: Mapping[str, DeviceForecast], passes: int) -> list[E
 
 
 class _EnergyProblem:
-    """Energy plans of a cohort for each duration in `times`. Methods identify a plan by its index in `times`."""
+    """Energy plans of a cohort, one for each duration in `times`. Plans are identified by their index."""
 
     def __init__(self, forecasts: Mapping[str, DeviceForecast], passes: int) -> None:
         self._names = sorted(forecasts)
@@ -199,7 +199,8 @@ class _EpochOption(NamedTuple):
 def _distribute_by_price(options: Sequence[Sequence[_EpochOption]], passes: int) -> tuple[float, list[_EpochOption]]:
     """Return the price in joules per example at which all the work is done, and the option of each device.
 
-    Each device starts with its cheapest option. The options with the cheapest additional examples are added first.
+    Each device starts with its cheapest option. Steps to more work are then taken in the order of their price per
+    example.
     """
     selected_options, steps = [], []
     for index, device_options in enumerate(options):

@@ -115,7 +115,7 @@ class RolloutCompleted(RolloutEvent, frozen=True):
 
 
 class RolloutReverted(RolloutEvent, frozen=True):
-    """Abort of a running rollout or roll-back of a completed one. `serial` numbers the releases that do so."""
+    """Abort of a running rollout or roll-back of a completed one. `serial` numbers the new releases."""
 
     serial: Count
     reason: Sentence = ""

@@ -34,7 +34,7 @@ def checksum(*values: str | float | bytes) -> bytes:
 
 
 class IndexedLog(msgspec.Struct):
-    """Index of a job's log up to one event. Later events are read even after a damaged event."""
+    """Index of a job's log up to its event number `seq`. Damaged events do not end the index."""
 
     seq: int = 0  # sequence number of the last event, or 0 without events
     head: bytes = NO_CHECKSUM  # checksum of the last event
@@ -240,7 +240,7 @@ class UnreadableRow(NamedTuple):
 
 
 class JobRow(NamedTuple):
-    """Row of a job or a rollout. A rollout has its plan in `settings` and its request in `status`."""
+    """Row of a job or a rollout. For a rollout, `settings` is the plan and `status` the user's request."""
 
     id: str
     settings: str  # JSON
@@ -266,7 +266,7 @@ def current_user() -> str:
 
 
 def encode_lossless(id: str, event: msgspec.Struct, decode: Callable[[str], object] = decoded) -> str:
-    """Return a struct as JSON that `decode` converts back to an equal value. Raise JobError if this is not possible."""
+    """Return a struct as JSON. Raise JobError unless `decode` converts the JSON back to an equal value."""
     kind = type(event).__name__
     try:
         body = msgspec.json.encode(event).decode()

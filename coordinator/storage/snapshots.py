@@ -105,7 +105,10 @@ class SnapshotStore:
             logger.warning(text, job, self._home, reason, extra=log_ids(run=job))
 
     def load_state(self, job: str, constants: JobConstants, now_s: float) -> tuple[Snapshot, int]:
-        """Return a job's latest valid snapshot and the number of its last event, or the snapshot of a new job and 0."""
+        """Return a job's latest valid snapshot and the number of its last event.
+
+        Without a snapshot, return that of a new job and 0.
+        """
         with database_errors(self._home):
             log, body = self._read_snapshot(job) or (IndexedLog(), b"")
         if not body:  # no snapshot, or a job that is done
