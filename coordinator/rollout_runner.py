@@ -204,7 +204,6 @@ class RolloutRunner:
             self._owners[state.plan.kind, device] = state.id
 
     def _send_releases(self, state: Rollout, devices: Iterable[str], now_s: float) -> None:
-        """Send releases to the devices, except those that a later rollout has taken over."""
         for device in sorted(devices):
             if self._owners[state.plan.kind, device] == state.id:
                 self._send_release(state.plan.kind, device, now_s)

@@ -74,7 +74,7 @@ def reports_beyond_limit(trigger: DriftTrigger, reports: Iterable[RunnerReport])
 def trigger_reason(
     job: JobSettings, reports: Sequence[RunnerReport], now: float, last_start: float | None = None
 ) -> str:
-    """Return why a job's trigger fires now, or "" if it does not, or during the pause after `last_start`."""
+    """Return why a job's trigger fires now, or "". During the pause after `last_start` it never fires."""
     trigger = job.trigger
     if trigger is None or (last_start is not None and abs(now - last_start) < trigger.pause_s):
         return ""
@@ -96,7 +96,7 @@ def minimum_devices_to_fire(trigger: DriftTrigger, count: int) -> int:
 def describe_trigger_wait(
     job: JobSettings, reports: Sequence[RunnerReport], now: float, last_start: float | None
 ) -> str:
-    """Return the limits, or the pause, for which an armed run waits, as text to follow "waits for"."""
+    """Return what an armed run waits for (limits, or the end of the pause), to follow "waits for"."""
     trigger = job.trigger
     assert trigger is not None
     if last_start is not None and abs(now - last_start) < trigger.pause_s:

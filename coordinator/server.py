@@ -324,7 +324,10 @@ class Server:
         self._executor.set_backlog(updates, total_bytes, self._limits.waiting_mb * 1e6)
 
     def _publish_states(self, now_s: float) -> float:
-        """Publish changed jobs, an unchanged round only at intervals. Return the time of the next publication."""
+        """Publish the changed jobs, and return when to call again.
+
+        A change within an attempt is published at the earliest PUBLICATION_INTERVAL_S after the previous one.
+        """
         unpublished, next_s = self._context.unpublished_jobs, math.inf
         for id, job in list(unpublished.items()):
             progress = job.job_state.phase, job.job_state.round, job.job_state.attempt
@@ -486,7 +489,7 @@ class Server:
             controller.activate(now_s)
 
     def _advance_jobs(self, now_s: float) -> bool:
-        """Make all due decisions of all jobs. After the commit of a round, return True without the others.
+        """Make due decisions of all jobs, until the first commit of a round. Return whether one committed.
 
         After each decision the jobs are visited again from the start, the job with the least device time first.
         """

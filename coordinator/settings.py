@@ -496,7 +496,6 @@ def require_matching_bundle(job: JobSettings, bundle: Bundle) -> None:
 
 
 def _find_label_mismatch(job_labels: Sequence[str], bundle_labels: Sequence[str]) -> str | None:
-    """Return the first label in which a job and its bundle differ, as text for an error, or None."""
     for number, (job_label, bundle_label) in enumerate(itertools.zip_longest(job_labels, bundle_labels)):
         if job_label != bundle_label:
             texts = ["none" if label is None else repr(label) for label in (job_label, bundle_label)]

@@ -173,9 +173,9 @@ class Executor(Protocol):
         """
 
     def set_backlog(self, updates: int, waiting_bytes: int, max_bytes: float) -> None:
-        """Report the number and bytes of unprocessed updates. They and those in transfer may have `max_bytes`.
+        """Set the number and bytes of unprocessed updates, which delay further transfers.
 
-        Two updates are always allowed.
+        These updates and those in transfer have at most `max_bytes`, but two updates are always allowed.
         """
 
     def transfer_wait_s(self, device: str) -> float:
@@ -378,7 +378,6 @@ class LinkExecutor:
         self._link.close()
 
     def _handle_or_decode_message(self, message: Message, now_s: float) -> DeviceMessage | None:
-        """Return a device's decoded message, or None if it is invalid or part of a transfer."""
         try:
             route = wire.parse_topic(message.topic)
             if route.direction != "up":

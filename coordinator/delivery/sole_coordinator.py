@@ -35,7 +35,7 @@ def describe_home(home: Path) -> str:
 
 
 def make_client_id(fleet: str, home: Path) -> str:
-    """Return an MQTT client id for this home. The broker disconnects coordinators with equal ids."""
+    """Return an MQTT client id that depends on the home. A broker would disconnect one of two equal ids."""
     return f"fedquilt-coordinator-{fleet}-{hashlib.sha256(describe_home(home).encode()).hexdigest()[:8]}"
 
 
@@ -51,7 +51,6 @@ class SoleCoordinatorLink(LinkWrapper):
         link.subscribe([self._topic])
 
     def require_sole_coordinator(self) -> None:
-        """Raise JobError if another coordinator of the fleet answers."""
         deadline_s = self._clock() + CONNECT_S
         while not self._link.connected and (remaining_s := deadline_s - self._clock()) > 0:
             self._link.wait(remaining_s)

@@ -212,7 +212,7 @@ def _apply_claim(status: DeviceStatus, message: wire.Claim, time_s: float) -> De
 
 
 def _apply_clock_skew(status: DeviceStatus, clock_s: float | None, time_s: float) -> DeviceStatus:
-    """Return the status with the offset of the device's clock, if larger than a stored recent offset."""
+    """Return the status with the offset of the device's clock, unless a recent offset is as large."""
     if clock_s is None:
         return status
     skew_s = clock_s - time_s
@@ -283,7 +283,6 @@ class TelemetryStore:
         self._db.close()
 
     def _open_database(self, writes: bool) -> sqlite3.Connection:
-        """Open the database, or an empty one in memory for a reader without a file."""
         path = self._home / NAME
         if not writes and not path.is_file():
             return _open_empty_database()

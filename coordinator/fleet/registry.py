@@ -46,7 +46,7 @@ class BrokerOutage:
         return self._outage_start_s is not None
 
     def lost_since(self, lost_s: float) -> float:
-        """Return the seconds lost to disconnection after `lost_s`, or infinity while disconnected."""
+        """Return the seconds by which `self.lost_s` exceeds an earlier `lost_s`, or infinity in an outage."""
         return math.inf if self.is_disconnected else self.lost_s - lost_s
 
     def can_reach_devices(self, now_s: float) -> bool:
@@ -139,7 +139,7 @@ class SilenceDetector:
         return ReachabilityChange(devices_to_request, silent_devices)
 
     def next_step_s(self) -> float:
-        """Return the time of the owner's clock at which `step` may return a device."""
+        """Return the time at which `step` may next return a device, or infinity."""
         due_times = [next(iter(self._requests.values()))[0]] if self._requests else []
         due_times += [self._next_quiet_s()] if self._last_contact_s else []
         return self._now_s + max(min(due_times) - self._listening_s, MAX_STEP_S / 2) if due_times else float("inf")
@@ -178,9 +178,9 @@ class DeviceRecord:
 class DeviceRegistry:
     """Devices by id, with cached views.
 
-    A view is replaced only when a message or the passing of time changes it. So a query takes time in proportion to
-    the changes since the previous query, not to the number of devices. A changed column is copied as one block. Times
-    must be given in ascending order.
+    A view is replaced only when a message or the passing of time changes it. So a query takes time in proportion to the
+    changes since the previous query, not to the number of devices. A changed column is copied as one block. `now_s`
+    must not decrease between calls.
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class DeviceRegistry:
 
     @staticmethod
     def _track_agents(device: str, record: DeviceRecord, message: Presence) -> None:
-        """Record which agents use this id. Warn once if two are online in turn."""
+        """Record which agents use a device id, and warn once if two agents alternate."""
         seqs = dict(record.agents)
         if message.seq <= seqs.get(message.boot, -1):
             return

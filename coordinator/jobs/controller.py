@@ -407,7 +407,6 @@ class JobController:
         self.handle_input(responses.UpdateAnnounced(device, stored_update, manifest_problem=problem), now_s)
 
     def handle_input(self, input: responses.Input, now_s: float) -> None:
-        """Record the events and carry out the actions that follow from an input (`responses.decide_response`)."""
         decision = responses.decide_response(
             self.id, self.job.job_state, self.arriving_updates.get(input.device), input, now_s
         )

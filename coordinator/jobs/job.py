@@ -197,7 +197,7 @@ class RunningJob:
         return evaluation.class_shares(self.class_counts or self.job_state.class_counts)
 
     def device_workload(self, device: str, profile: Profile | None) -> DeviceWorkload:
-        """Return the predicted workload of a device's task, which is empty without a task."""
+        """Return the predicted workload of a device's task, or an empty one if the device gets no task."""
         workload = self._workloads.get(device)
         if workload is None or workload.profile != profile:
             task_spec = self._task_spec_for_device(device, profile)
@@ -262,7 +262,7 @@ class RunningJob:
         return tuple(peak_memory.format_coverage(coverage, work))
 
     def manifest_problem(self, update: Update, profile: Profile | None = None) -> str:
-        """Return why an update's manifest is invalid, or "" if valid or not of the running round."""
+        """Return why an update of the running round has an invalid manifest, or ""."""
         is_of_round = (update.job, update.round) == (self.id, self.job_state.round)
         if not is_of_round or update.device not in self.job_state.pending_devices:
             return ""
@@ -282,7 +282,7 @@ class RunningJob:
         large: bool,
         right: SiteRight | None = None,
     ) -> Callable[[], UpdateValidated]:
-        """Return a function that validates an update. Its result has the valid part or the reason.
+        """Return a function that validates an update. It returns the update to accept, or a reason to reject.
 
         The function raises LostUpdateError if a blob is lost, and UnreadableError or StoreError if the disk fails.
         """

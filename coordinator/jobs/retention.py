@@ -59,7 +59,10 @@ class GarbageCollector:
         self._includes_all = True
 
     def is_due(self, updates: int) -> bool:
-        """Return whether there are enough candidates, compared with `updates`, to read all roots."""
+        """Return whether enough blobs are candidates to justify reading all roots.
+
+        Reading takes time in proportion to `updates`, the number of accepted updates.
+        """
         return (
             self._includes_all
             or self._is_urgent
@@ -150,7 +153,7 @@ def _last_event_or_creation_time(row: StoredJob | UnreadableRow, log: IndexedLog
 
 
 def remove_runs(store: Store, ids: Collection[str]) -> RemovedFiles:
-    """Remove runs, then files and blobs that no run needs. Raise JobError for runs that may be in work.
+    """Remove runs, then unneeded files and blobs. Raise JobError if a coordinator may work on a run.
 
     Without a coordinator, the home stays locked until `store.close`.
     """

@@ -77,7 +77,6 @@ class DeviceWorkload(NamedTuple):
 
     @property
     def work_amount(self) -> float:
-        """Operations of the task (`work_amount`), or 1 if the method predicts no work."""
         return work_amount(self.work) or 1.0
 
     def predict_duration_s(self, examples: int = 1) -> float | None:
@@ -269,7 +268,7 @@ def _log_ratios(own_durations: Sequence[TaskDuration]) -> list[float]:
 def _p90_ratio(log_ratios: Sequence[float], spread: float) -> float:
     """Return the 90th percentile of the next ratio, from a log-normal distribution around the median.
 
-    The variance combines that of the ratios and the square of `spread`, with the weight of PRIOR_WEIGHT observations.
+    The square of `spread` is a prior variance, which counts as PRIOR_WEIGHT observations.
     """
     if not log_ratios:
         return math.exp(Z90 * spread)

@@ -97,10 +97,10 @@ def restart_event(state: JobState, now_s: float) -> AttemptResumed | None:
 
 
 def capped_elapsed_s(elapsed_s: float, new_elapsed_s: float, limit_s: float, restarts: int) -> float:
-    """Return the seconds that count as elapsed at a restart: at most 90 % of the limit, then 95 %, ...
+    """Return the elapsed seconds that count at a restart, so that some of the limit remains.
 
-    If `new_elapsed_s` is not positive or reaches the limit, the wall clock was set, and 1 % of the limit counts
-    instead.
+    At most 90 % of the limit count at the first restart, 95 % at the second, and so on. If `new_elapsed_s` is not
+    positive or reaches the limit, the wall clock was set, and 1 % of the limit counts instead.
 
     Args:
         elapsed_s: The seconds that had elapsed at the previous restart.

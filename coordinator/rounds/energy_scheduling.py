@@ -261,7 +261,7 @@ def _distribute_exactly(
 
 
 def _options_by_epochs(choices: Sequence[EpochChoice]) -> dict[int, tuple[list[float], list[float]]]:
-    """Return for each number of epochs (ascending times, fewest joules by each of these times)."""
+    """Return for each number of epochs ascending times, and the fewest joules possible by each time."""
     options: dict[int, tuple[list[float], list[float]]] = {}
     for epochs, group in itertools.groupby(
         sorted(choices, key=lambda choice: choice.epochs), lambda choice: choice.epochs

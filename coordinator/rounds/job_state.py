@@ -121,7 +121,7 @@ def describe_reached_limit(limits: JobLimits, usage: ResourceUsage, best: BestEv
 
 
 def describe_unmetered_tasks(limits: JobLimits, usage: ResourceUsage) -> str | None:
-    """Return a note that `max_joules` does not cover all tasks, or None if it does or there is no limit."""
+    """Return a note if `max_joules` does not cover all tasks, because some have no meter, or else None."""
     if limits.max_joules is None or not usage.unmetered:
         return None
     if not usage.metered:
@@ -249,7 +249,7 @@ class JobState(msgspec.Struct, frozen=True):
     def decline_event(
         self, device: str, code: str, reason: str, workload: DeviceWorkload, agent_start_key: str = ""
     ) -> events.TaskDeclined:
-        """Return the decline of a task, with the task's memory requirements if the device lacked memory."""
+        """Return the event of a declined task, with its memory requirements if the device lacked memory."""
         lacks_memory = DECLINE_REASONS.get(code, UNKNOWN_DECLINE).duration == "rounds"
         return events.TaskDeclined(
             self.round,
@@ -263,7 +263,7 @@ class JobState(msgspec.Struct, frozen=True):
     def acceptance_event(
         self, update: Update, now_s: float, workload: DeviceWorkload = DeviceWorkload()
     ) -> events.UpdateAccepted:
-        """Return the acceptance of a device's update, with the duration of its task.
+        """Return the event of an accepted update, with the duration of the task.
 
         The duration is the time since the selection of the device, but at least the time that the device reports.
         After a restart of the coordinator only the latter is known.
@@ -486,7 +486,7 @@ def _clear_round(state: JobState, round: int) -> JobState:
 
 
 def _rewind_to_round(state: JobState, round: int) -> JobState:
-    """Return the state before a round that the parent repeats, without updates of later rounds.
+    """Return the state at the start of an earlier round, without updates of that and later rounds.
 
     A parent repeats rounds after it was restored from an older copy.
     """

@@ -104,7 +104,7 @@ class RolloutResumed(RolloutEvent, frozen=True):
 
 
 class PhasePassed(RolloutEvent, frozen=True):
-    """Success of a step. The `silent` devices had not reported its end."""
+    """Success of a step. The `silent` devices have not reported the end of their release."""
 
     step: int
     silent: tuple[Name, ...] = ()
@@ -115,7 +115,7 @@ class RolloutCompleted(RolloutEvent, frozen=True):
 
 
 class RolloutReverted(RolloutEvent, frozen=True):
-    """Abort of a running rollout or roll-back of a completed one. `serial` numbers the new releases."""
+    """Abort of a running rollout or roll-back of a completed one. The new releases have this `serial`."""
 
     serial: Count
     reason: Sentence = ""
@@ -311,7 +311,7 @@ def incompatible_devices(plan: RolloutPlan, profiles: Mapping[str, Profile]) -> 
 
 
 def format_incompatible_devices(reasons: Mapping[str, str], names_per_reason: int) -> str:
-    """Return devices by reason: "a, b and 6 more (reason)", with `names_per_reason` names at most."""
+    """Return text as "a, b and 6 more (reason)" for each reason, with `names_per_reason` names at most."""
     parts = []
     for reason in dict.fromkeys(reasons.values()):
         names = [name for name in reasons if reasons[name] == reason]
@@ -436,7 +436,6 @@ def earlier_wait_s(state: Rollout, device: str, online: bool) -> float:
 
 
 def rollout_restart_event(state: Rollout, since_s: float) -> RolloutResumed | None:
-    """Return the event of a coordinator restart, or None if no step is open."""
     if not state.is_step_open:
         return None
     limits = (state.silent_s, _wait_limit_s(state, False)), (state.present_s, _wait_limit_s(state, True))

@@ -109,7 +109,7 @@ def reason_key(code: str) -> str:
 
 
 def reason_text(code: str) -> str:
-    """Return the reason of a code as text with the device as subject. An unknown code is returned itself."""
+    """Return the text for a code, with the device as subject, or the code itself if unknown."""
     key, _, rest = code.partition(" ")
     if key != "plugin" or not rest:
         return REASONS.get(code, code)

@@ -84,7 +84,7 @@ def write_backup(store: Store, file: Path) -> BackupSummary:
 
 
 def _add_database_and_blobs(store: Store, archive: _BackupArchive, snapshot: Path) -> int:
-    """Add the database and the needed blobs. Return the number of blobs, or raise StoreError for a loss."""
+    """Add the database and needed blobs. Return the number of blobs, or raise StoreError if one is lost."""
     # A coordinator may delete a blob during the backup, when a later event makes the blob superfluous. So missing blobs
     # are looked up in a later copy of the database, and a blob that this copy still needs is lost.
     missing: set[str] = set()
@@ -117,7 +117,7 @@ def _add_database_and_blobs(store: Store, archive: _BackupArchive, snapshot: Pat
 
 
 def _copy_database(store: Store, target: Path) -> set[str]:
-    """Copy the database to `target`. Return the blobs that its events need, or raise StoreError."""
+    """Copy the database to `target`. Return the blobs that it needs, or raise StoreError if damaged."""
     if store.damage:
         raise StoreError(f"{store.home / DATABASE} is damaged ({store.damage}): restore an earlier backup")
     os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))

@@ -34,7 +34,7 @@ def checksum(*values: str | float | bytes) -> bytes:
 
 
 class IndexedLog(msgspec.Struct):
-    """Index of a job's log up to its event number `seq`. Damaged events do not end the index."""
+    """Index of a job's log up to the event `seq`. A damaged event does not hide later events."""
 
     seq: int = 0  # sequence number of the last event, or 0 without events
     head: bytes = NO_CHECKSUM  # checksum of the last event
@@ -50,7 +50,6 @@ class IndexedLog(msgspec.Struct):
 
     @property
     def needed_blobs(self) -> set[str]:
-        """SHA-256 of the blobs that the job needs in addition to its bundle."""
         update_blobs = {sha256 for blobs in self.updates.values() for sha256 in blobs}
         return update_blobs | {self.state, self.best, self.sum} - {""}
 
@@ -193,7 +192,7 @@ def is_served(home: Path, disk: Disk = PRIVATE) -> bool:
 
 @contextmanager
 def transaction(db: sqlite3.Connection, kind: str = "immediate") -> Iterator[None]:
-    """Run the body in one transaction of this lock mode of SQLite, rolled back after an error."""
+    """Run the body in a transaction with SQLite's lock mode `kind`. After an error, roll back."""
     db.execute(f"begin {kind}")
     try:
         yield
@@ -279,7 +278,7 @@ def encode_lossless(id: str, event: msgspec.Struct, decode: Callable[[str], obje
 
 
 class RowStore:
-    """Rows and events of all jobs in a database, or of all rollouts, by `table`.
+    """Rows and events of all jobs in a database or, in another `table`, of all rollouts.
 
     Every method raises sqlite3.Error if the database cannot be read or written, and DamagedRunError if the rows of the
     job are damaged.
@@ -394,7 +393,7 @@ class RowStore:
         return [(seq, time_s, body) for seq, time_s, body, _ in rows]
 
     def checksum_at(self, id: str, seq: int) -> Any:
-        """Return the stored checksum of the last event of a job up to a sequence number, damaged or not."""
+        """Return the stored checksum of the last event up to `seq`, even if the event is damaged."""
         query = f"select sum from {self._events_table} where job = ? and seq <= ? order by seq desc limit 1"  # noqa: S608
         row = self._db.execute(query, (id, seq)).fetchone()
         return row[0] if row else NO_CHECKSUM

@@ -81,7 +81,6 @@ class SnapshotStore:
         return None if snapshot is None else snapshot[0]
 
     def _read_snapshot(self, job: str) -> tuple[IndexedLog, bytes] | None:
-        """Return a valid snapshot's log index and encoded state, or None after a warning."""
         row = self._db.execute("select version, log, body, sum from snapshots where job = ?", (job,)).fetchone()
         if row is None:
             return None

@@ -461,7 +461,7 @@ class Store:
         return event.status
 
     def read_events(self, id: str, after: int = 0, max_events: int = -1) -> Iterator[tuple[int, float, AnyEvent]]:
-        """Yield (sequence number, wall-clock seconds, event), oldest first, or raise JobError after damage."""
+        """Yield (sequence number, wall-clock seconds, event), oldest first, or raise JobError if unreadable."""
         with database_errors(self.home):
             rows = self._rows.read_events(id, after, max_events)
         for seq, time_s, body in rows:

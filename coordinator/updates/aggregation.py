@@ -337,7 +337,7 @@ class Aggregator:
     def fold_aggregate_early(
         self, job_state: JobState, round: int, inputs: Mapping[str, FoldInputs], wait_for_packed: Callable[[], bytes]
     ) -> None:
-        """Add a packed partial aggregate of updates, if all its devices are at work on this round.
+        """Add a partial aggregate of another process, if all its devices are at work on this round.
 
         The aggregate counts only after all its updates were accepted with the same content. `wait_for_packed` is called
         at the end of the round, waits for the aggregate, and returns b"" if there is none.
@@ -395,7 +395,7 @@ class Aggregator:
         return cached[2]
 
     def fold_next(self, job_state: JobState, stored_at: float) -> UpdatesAggregated | None:
-        """Fold at most one update. Return the event of a newly stored partial aggregate, or None.
+        """Fold at most one update. Return an event if the partial aggregate was stored, or None.
 
         The aggregate is stored once the blobs of its new updates have `stored_at` times its own size. Other updates are
         left to later calls, so that the loop can admit another update for each folded one.
@@ -522,7 +522,6 @@ class Aggregator:
         return msgspec.structs.replace(update, site_devices=tuple(part.device for part in parts))
 
     def _store_decoded(self, update: Update, decoded: DeviceUpdate) -> Update:
-        """Store the decoded bundles of an update, unless raw or of a site. Return the update with their blobs."""
         if self._job.wire.codec == "raw" or has_site_bundles(update.bundles):
             return update
         refs = {

@@ -150,7 +150,7 @@ def parts_of_site(update: DeviceUpdate) -> list[SiteUpdatePart]:
 
 
 def split_site_update(update: DeviceUpdate) -> list[DeviceUpdate]:
-    """Return the updates inside a site's update, with lazily read tensors.
+    """Return the devices' updates in a site's update. Tensors are read when they are used.
 
     Raises:
         UpdateError: If a bundle belongs to none of the updates, or if their weights do not add up to the site's.
@@ -239,7 +239,6 @@ def adapt_for_sites(method: Method, job: JobSettings, files: Mapping[str, BlobRe
 def _wrap_send(
     send_task_spec: Callable[..., Any], params: Mapping[str, Any], files: Mapping[str, BlobRef]
 ) -> Callable[[Any, DeviceView], TaskSpec | None]:
-    """Return a function that sends sites the state and the job, and other devices their usual task."""
     cached: list[tuple[Any, dict[str, Tensors | BlobRef]]] = []  # latest state and its bundles
 
     def send(state: Any, view: DeviceView) -> TaskSpec | None:

@@ -36,7 +36,7 @@ class TaskSpecCache:
     def task_spec_for_device(
         self, send: Callable[[Any, DeviceView], TaskSpec | None], state: Any, view: DeviceView, *, common: bool
     ) -> TaskSpec | None:
-        """Return the method's task spec or None. With `common`, all sites share one spec, and all others one."""
+        """Return the method's task spec or None. With `common`, sites share one spec and devices another."""
         if not common:
             return send(state, view)
         is_site = view.profile is not None and view.profile.site_device_count > 0
@@ -112,7 +112,6 @@ def predict_work(
 
 
 def with_epochs(task_spec: TaskSpec | None, epochs: int | None) -> TaskSpec | None:
-    """Return the task spec with another number of epochs and its work, or unchanged if `epochs` is None."""
     if task_spec is None or epochs is None:
         return task_spec
     work = cost_model.repeat_work(task_spec.work, epochs / task_spec.params["epochs"])

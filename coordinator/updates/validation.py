@@ -229,7 +229,6 @@ def _describe_excessive_weight(device: str, weight: float, max_weight: float) ->
 
 
 def _require_plausible_speed(update: Update, bounds: ClaimBounds) -> None:
-    """Raise UpdateError if a device of known speed cannot have processed the examples that it claims."""
     workload, limit_s = bounds.workload, bounds.limit_s
     example_flops = workload.work.flops_per_example
     points = workload.profile.points if workload.profile else ()

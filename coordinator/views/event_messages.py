@@ -86,7 +86,7 @@ def format_round(summary: RoundSummary, rounds: int, score: str, width: int) -> 
 
 
 def format_event(previous_summary: RunSummary, event: events.AnyEvent, new_summary: RunSummary) -> list[str]:
-    """Return an event as text, with the devices and costs of a committed round."""
+    """Return an event as lines. Those of a committed round include its devices and costs."""
     is_final = is_of_final_evaluation(new_summary.state, event)
     if isinstance(event, events.RoundCommitted):
         return _describe_commit(
@@ -288,7 +288,7 @@ def format_energy_summary(summary: RunSummary) -> list[str]:
 
 
 def summarise_run(row: StoredJob | UnreadableRow, store: Store, bytes_by_run: Mapping[str, int] = {}) -> dict[str, Any]:
-    """Return the values of a run for `fedquilt ls`. "problem" is why the run is unreadable, or None."""
+    """Return the values of a run for `fedquilt ls`. "problem" is why it is unreadable, or None."""
     summary = None
     problem = row.reason if isinstance(row, UnreadableRow) else None
     if isinstance(row, StoredJob):

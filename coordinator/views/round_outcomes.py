@@ -230,7 +230,10 @@ def _format_devices(devices: Mapping[str, DeviceOutcome], device: str | None) ->
 def filter_outcomes(
     by_round: Mapping[int, Mapping[str, DeviceOutcome]], round: int | None, device: str | None
 ) -> dict[int, dict[str, DeviceOutcome]]:
-    """Return outcomes by round, from 1. Raise JobError if `round` (from 1) or `device` is unknown."""
+    """Return outcomes by round number, from 1. Raise JobError if `round` or `device` is unknown.
+
+    The argument `round` also counts from 1, but the keys of `by_round` from 0.
+    """
     by_number = {number + 1: dict(parts) for number, parts in sorted(by_round.items())}
     if round is not None and round not in by_number:
         available = f"{min(by_number)} to {max(by_number)}" if by_number else "none so far"

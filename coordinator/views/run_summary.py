@@ -1,9 +1,9 @@
 """Summary of a run and its costs, computed event by event. All views of a run derive from it.
 
-An evaluation in a round is that of the state at the start of the round. It is shown with the costs of all earlier
-rounds. Joules are gross (all energy used meanwhile) and net (above idle power). A sum covers the metered tasks, whose
-number is given too, and is None if nothing was measured. Errors are added up, because the errors of one meter are
-correlated: the sum is a bound. Rejected updates are in no sum.
+The evaluation in a round is that of the state at the round's start, and is shown with the costs of all earlier rounds.
+Joules are gross (all energy used meanwhile) and net (above idle power). A sum covers the metered tasks, whose number is
+given too, and is None if nothing was measured. Errors are added up, because the errors of one meter are correlated: the
+sum is a bound. Rejected updates are in no sum.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class RunSummary(msgspec.Struct, frozen=True):
 
     @property
     def completed_rounds(self) -> int:
-        """Number of the job's committed rounds, without evaluation rounds and the final evaluation."""
+        """Number of committed rounds, without evaluation rounds and the final evaluation."""
         return sum(summary.is_work for summary in self.committed_rounds())
 
     def committed_rounds(self) -> list[RoundSummary]:
@@ -416,7 +416,7 @@ def energy_per_point_j(points: Sequence[ProgressPoint]) -> float | None:
 
 
 def split_round_time(round: int, round_time_s: float, durations: Sequence[tuple[float, float]]) -> TimeBreakdown:
-    """Return the use of time in a round.
+    """Return the mean times of a round's devices in computation, transfers and waits.
 
     `durations` has, for each device, the seconds from its selection to its update and the seconds of its task.
     """

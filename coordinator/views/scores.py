@@ -81,7 +81,7 @@ def make_test_table(job: JobSettings) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def name_test_table() -> Iterator[None]:
-    """Replace [data] by [test] in the errors of readers, which do not know that they read a test set."""
+    """Replace [data] by [test] in the errors of readers in the body, which read the test set."""
     try:
         yield
     except DataError as error:

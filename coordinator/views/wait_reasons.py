@@ -30,7 +30,7 @@ class WaitReason(NamedTuple):
 
 
 def other_runs_by_device(store: Store, run: str) -> dict[str, str]:
-    """Return the running run, except `run`, for which each device has a task."""
+    """Return by device the running run other than `run` whose task the device has."""
     run_by_device = dict[str, str]()
     for row in store.readable_jobs():
         if row.id != run and row.status == "running":
