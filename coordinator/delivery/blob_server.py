@@ -108,9 +108,9 @@ class BlobServer:
         """
         key = (device, ref.sha256, writer is not None)
         with self._lock:
-            if writer is None and (known := self._tokens.get(key)) is not None:
-                self._grants[_token_digest(known)].remaining_bytes = _granted_bytes(ref)
-                return known
+            if writer is None and (earlier_token := self._tokens.get(key)) is not None:
+                self._grants[_token_digest(earlier_token)].remaining_bytes = _granted_bytes(ref)
+                return earlier_token
             if len(self._grants) >= MAX_GRANTS:
                 self._remove_token(next(iter(self._tokens)))
             self._remove_token(key)
@@ -353,7 +353,7 @@ class BlobLocationProvider(TransferBackend):
         self._backend = (
             None if location_settings.open_backend is None else location_settings.open_backend(fleet, blob_store, self)
         )
-        self._first_own: dict[Key, int] = {}  # uploads -> index of the first place that is the own server
+        self._first_own: dict[Key, int] = {}  # upload -> index of the first location on the own server
         self._server: BlobServer | None = None
         self._base = ""
         if location_settings.listen is not None:

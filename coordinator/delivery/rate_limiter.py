@@ -180,7 +180,7 @@ class RateLimitedLink(LinkWrapper):
             self._subscribes_per_device = True
             self._next_discovery_s = self.now_s + DISCOVERY_INTERVAL_S
             self._discovery_end_s = math.inf
-            admitted_devices = [known for known in self._known_devices if known not in self._blocked_until_s]
+            admitted_devices = [name for name in self._known_devices if name not in self._blocked_until_s]
             self._link.subscribe(self._device_filters(admitted_devices))
             self._link.unsubscribe(self._topics.coordinator_filters())
 

@@ -30,7 +30,7 @@ class WaitReason(NamedTuple):
 
 
 def other_runs_by_device(store: Store, run: str) -> dict[str, str]:
-    """Return by device the running run other than `run` whose task the device has."""
+    """Return by device the running run, other than `run`, for which it has a task."""
     run_by_device = dict[str, str]()
     for row in store.readable_jobs():
         if row.id != run and row.status == "running":
