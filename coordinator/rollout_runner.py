@@ -68,14 +68,14 @@ class RolloutRunner:
         self._unwritten.append((device, message))
 
     def resend_releases(self, device: str, now_s: float) -> None:
-        """Send a device its latest release of each kind again, even if it has reported the end."""
+        """Send a device its latest release of each kind again, even if it has reported an outcome."""
         self._has_new_devices = True
         for kind in KINDS:
             if (kind, device) in self._owners:
                 self._send_release(kind, device, now_s)
 
     def resend_unsettled_releases(self, now_s: float) -> None:
-        """Record a new broker session, and resend releases whose end the device has not reported."""
+        """Record a new broker session, and resend releases to the devices that have not reported an outcome."""
         self._session_started_s = now_s
         for kind, device in self._owners:
             if self._states[self._owners[kind, device]].device_phase(device) not in rollout.SETTLED:

@@ -1,7 +1,7 @@
 """Devices of a fleet: their latest messages, rebuilt at every start, and whether they can be reached.
 
-A broker publishes the last will of a device, but not after a power loss of its own or behind a bridge. So a device
-without messages for QUIET_LIMIT_S receives presence requests, and counts as silent if it does not answer.
+A broker publishes the last will of a device, but not after its own power loss or behind a bridge. So a device without
+messages for QUIET_LIMIT_S receives presence requests, and counts as silent if it does not answer.
 """
 
 from __future__ import annotations

@@ -232,8 +232,7 @@ class RunningJob:
     ) -> tuple[str, ...]:
         """Return sentences on the devices that can take part in the round, or ().
 
-        They are returned for the first selection of the first round, and of later rounds if some device cannot take
-        part.
+        The result is () after the first selection of a round, and in later rounds in which all devices can take part.
         """
         sample_device = event.devices[0] if event.devices else ""
         task_spec = self._task_spec_for_device(

@@ -1,8 +1,8 @@
 """Job state, computed from a job's constants and events without I/O.
 
 `apply_event` applies one event to the state. The server writes each event to the log before acting on the event, so
-that replaying the log after a crash gives the same state. An event that `events.TRANSITIONS` does not allow, and an
-event of another round than the running one, is refused.
+that replaying the log after a crash gives the same state. An event raises JobError if `events.TRANSITIONS` does not
+allow the event in this phase, or if it is of another round than the running one.
 
 Limits of a job ([stop]) are compared with the totals and evaluations of the log between rounds. So a job can exceed a
 limit by one round. Joules do not include tasks without a meter, whose number the job reports after each round.

@@ -82,7 +82,7 @@ class RolloutStarted(RolloutEvent, frozen=True):
 
 
 class ReleaseOffered(RolloutEvent, frozen=True):
-    """Offer of the release to devices in a step, where 0 is the canary."""
+    """Offer of the release to the devices of a step. Step 0 is the canary."""
 
     step: int
     devices: tuple[Name, ...]
@@ -104,7 +104,7 @@ class RolloutResumed(RolloutEvent, frozen=True):
 
 
 class PhasePassed(RolloutEvent, frozen=True):
-    """Success of a step. The `silent` devices have not reported the end of their release."""
+    """Success of a step. The `silent` devices have not reported an outcome."""
 
     step: int
     silent: tuple[Name, ...] = ()

@@ -54,7 +54,7 @@ class IndexedLog(msgspec.Struct):
         return update_blobs | {self.state, self.best, self.sum} - {""}
 
     def add_rows(self, job: str, rows: Iterable[tuple[int, Any, Any, bytes, int]]) -> None:
-        """Add rows of later events: sequence, wall-clock seconds, JSON, checksum and bytes of each."""
+        """Add later events as rows (sequence number, wall-clock seconds, JSON, checksum, bytes)."""
         for seq, time_s, body, sum, size in rows:
             self.is_intact = self.is_intact and sum == checksum(self.head, job, time_s, body)
             self.add_event(seq, time_s, body, sum, size)
@@ -99,7 +99,7 @@ class LogIndex:
             log.add_event(seq, time_s, body, sum, len(body.encode()))
 
     def read_log(self, job: str, head: bytes) -> IndexedLog:
-        """Return the present index of a job's log, whose last checksum is `head`."""
+        """Return the present index of a job's log. `head` is the checksum of the log's last event."""
         log = self._logs.get(job)
         try:
             if log is None or (log.head != head and not has_event(self._db, job, log.seq, log.head)):

@@ -76,7 +76,7 @@ class SnapshotStore:
         self._warned_jobs: set[str] = set()  # jobs whose unusable snapshot was logged
 
     def read_log(self, job: str) -> IndexedLog | None:
-        """Return the index of a job's log up to a valid snapshot, or None."""
+        """Return the index of a job's log up to its snapshot, or None without a valid snapshot."""
         snapshot = self._read_snapshot(job)
         return None if snapshot is None else snapshot[0]
 
