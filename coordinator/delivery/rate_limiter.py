@@ -29,8 +29,8 @@ ROUND_S: Final = 20 * MESSAGE_S  # credit for a round's task, which takes about 
 MAX_DROPPED: Final = 100  # dropped messages after which a device is blocked
 CALM_S: Final = 60.0  # time without a dropped message after which the count restarts
 BLOCK_S: Final = 600.0  # duration of a block
-Verdict = Literal["taken", "slowed", "dropped", "aside"]
-"""Decision on a message. taken: process. slowed: drop, as the first in a row. dropped: drop. aside: drop and block."""
+Verdict = Literal["processed", "slowed", "dropped", "blocked"]
+"""Decision on a message: process, drop as the first in a row, drop as a later one, or drop and block the device."""
 
 
 @dataclass
@@ -56,13 +56,13 @@ class RateLimiter:
             return "dropped"
         if bucket.balance_s >= 0:
             bucket.balance_s -= cost_s + size * BYTE_S
-            return "taken"
+            return "processed"
         if now_s >= bucket.dropped_s + CALM_S:
             bucket.dropped_count = 0
         bucket.dropped_count, bucket.dropped_s = bucket.dropped_count + 1, now_s
         if bucket.dropped_count > MAX_DROPPED:
             bucket.blocked_until_s, bucket.dropped_count = now_s + BLOCK_S, 0
-            return "aside"
+            return "blocked"
         return "slowed" if bucket.dropped_count == 1 else "dropped"
 
     def charge_time(self, device: str, seconds: float, now_s: float) -> None:
@@ -136,9 +136,9 @@ class RateLimitedLink(LinkWrapper):
         if verdict == "slowed":
             ids = log_ids(device=device)
             log.warning("%s exceeds its rate limit: some of its messages are dropped", device, extra=ids)
-        elif verdict == "aside":
+        elif verdict == "blocked":
             self._block_device(device)
-        return verdict == "taken"
+        return verdict == "processed"
 
     def next_s(self) -> float:
         """Return the time at which `receive` must be called even without a message."""
