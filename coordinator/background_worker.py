@@ -1,7 +1,7 @@
 """Background work, for operations that would block the coordinator's loop for too long.
 
-A work item is a function without arguments that modifies nothing used by the loop at the same time. The callback runs
-in the loop, by `run_callbacks`.
+A work item is a function without arguments. While the item runs, it modifies nothing that the loop uses. Afterwards
+`run_callbacks` calls the item's callback in the loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Callback = Callable[[Callable[[], T], float], None]
 
 
 class BackgroundWorker:
-    """Worker that runs each work item inside `submit`.
+    """Worker without a thread: `submit` runs each work item at once, in the loop.
 
     Args:
         large_bytes: The size from which the loop passes states and updates to the worker.
@@ -64,7 +64,7 @@ class BackgroundWorker:
 
 
 class ThreadWorker(BackgroundWorker):
-    """Worker in a thread, which starts with the first work item. `fds` becomes readable when an item has ended."""
+    """Worker in a thread. `fds` becomes readable when a work item has ended."""
 
     def __init__(self, large_bytes: float = LARGE_BYTES) -> None:
         super().__init__(large_bytes)

@@ -274,7 +274,10 @@ class DeviceWeights(Struct):
         insort(self.ascending, number)
 
     def largest_allowed(self, device: str, limit: int | None) -> float:
-        """Return the limit of a device's number: `limit`, a multiple of the others' median, or MAX_EXAMPLES."""
+        """Return the largest weight a device may claim: `limit`, or else a multiple of the others' median.
+
+        With few other devices, the result is MAX_EXAMPLES.
+        """
         if limit is not None:
             return limit
         own_number = self.by_device.get(device)

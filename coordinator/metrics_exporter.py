@@ -93,7 +93,7 @@ class CoordinatorMetrics:
                 self._running_rounds = {run: values for run, values in self._running_rounds.items() if run != job.id}
 
     def metric_families(self) -> Iterator[MetricFamily]:
-        """Yield the families of the coordinator, then those of its devices. Devices without a value have no sample."""
+        """Yield the families of the coordinator, then of its devices. Unknown values have no sample."""
         now = self._clock()
         yield MetricFamily(
             "fedquilt_build", "gauge", "Version of the coordinator.", ("version",), [((__version__,), 1.0)]
@@ -119,7 +119,6 @@ class CoordinatorMetrics:
         yield from _device_families(self._boards(), now)
 
     def _job_label(self, job: str) -> str:
-        """Return the job's name as the label, or OTHER_JOBS for further names after MAX_JOBS names."""
         if job not in self._job_labels:
             if len(self._job_labels) >= MAX_JOBS:
                 return OTHER_JOBS

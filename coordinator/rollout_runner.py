@@ -68,14 +68,14 @@ class RolloutRunner:
         self._unwritten.append((device, message))
 
     def resend_releases(self, device: str, now_s: float) -> None:
-        """Send a device its latest release of each kind again, settled or not."""
+        """Send a device its latest release of each kind again, even if it has reported an outcome."""
         self._has_new_devices = True
         for kind in KINDS:
             if (kind, device) in self._owners:
                 self._send_release(kind, device, now_s)
 
     def resend_unsettled_releases(self, now_s: float) -> None:
-        """Record a new broker session, and resend the releases of devices that have not reported an end."""
+        """Record a new broker session, and resend releases to the devices that have not reported an outcome."""
         self._session_started_s = now_s
         for kind, device in self._owners:
             if self._states[self._owners[kind, device]].device_phase(device) not in rollout.SETTLED:
@@ -160,7 +160,6 @@ class RolloutRunner:
                 self._record_events([(id, event)], now_s)
 
     def devices_of_rollout(self, state: Rollout) -> dict[str, RolloutDevice]:
-        """Return the connection, labels and compatibility of the devices that belong to a rollout."""
         devices = {}
         for device in {*self._registry.devices, *state.offered}:
             record = self._registry.devices.get(device)
@@ -205,7 +204,6 @@ class RolloutRunner:
             self._owners[state.plan.kind, device] = state.id
 
     def _send_releases(self, state: Rollout, devices: Iterable[str], now_s: float) -> None:
-        """Send releases to the devices, except those that a later rollout has taken over."""
         for device in sorted(devices):
             if self._owners[state.plan.kind, device] == state.id:
                 self._send_release(state.plan.kind, device, now_s)

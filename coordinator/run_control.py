@@ -1,4 +1,4 @@
-"""Starts and stops of runs and rollouts: requests of users, and triggers by the drift of model runners.
+"""Starts and stops of runs and rollouts, by users and by triggers on the drift of model runners.
 
 A job with a [trigger] is queued as an armed run. When the trigger fires, the armed run starts another run of the same
 job without a trigger, and both logs record the reason. Only one such run exists at a time, at least `pause` after the
@@ -74,7 +74,7 @@ def reports_beyond_limit(trigger: DriftTrigger, reports: Iterable[RunnerReport])
 def trigger_reason(
     job: JobSettings, reports: Sequence[RunnerReport], now: float, last_start: float | None = None
 ) -> str:
-    """Return why a job's trigger fires now, or "" if it does not fire, or if the pause after `last_start` lasts."""
+    """Return why a job's trigger fires now, or "". During the pause after `last_start` it never fires."""
     trigger = job.trigger
     if trigger is None or (last_start is not None and abs(now - last_start) < trigger.pause_s):
         return ""
@@ -96,7 +96,7 @@ def minimum_devices_to_fire(trigger: DriftTrigger, count: int) -> int:
 def describe_trigger_wait(
     job: JobSettings, reports: Sequence[RunnerReport], now: float, last_start: float | None
 ) -> str:
-    """Return the limits, or the pause, for which an armed run waits, as text to follow "waits for"."""
+    """Return what an armed run waits for (limits, or the end of the pause), to follow "waits for"."""
     trigger = job.trigger
     assert trigger is not None
     if last_start is not None and abs(now - last_start) < trigger.pause_s:
@@ -153,7 +153,7 @@ def _format_limits(trigger: DriftTrigger) -> str:
 
 
 def stop_run(store: Store, run: str) -> str:
-    """Stop a run, at once or through its coordinator. Return a message for the user. Raise JobError if it has ended."""
+    """Stop a run, or request this from its coordinator. Return a message, or raise JobError if it ended."""
     row = store.find_job(run)
     if row.status not in UNENDED:
         raise JobError(f"{row.id} is already {row.status}")
@@ -166,7 +166,7 @@ def stop_run(store: Store, run: str) -> str:
 
 
 def resume_run(store: Store, run: str) -> StoredJob:
-    """Mark a run for its coordinator to resume, or as armed if the run has a trigger. Return its row from before.
+    """Mark a run for its coordinator to resume, or as armed if it has a trigger. Return its earlier row.
 
     Raise JobError for a completed run and for the run of a simulation.
     """
@@ -191,7 +191,7 @@ def approve_run(store: Store, run: str) -> str:
 
 
 def remove_devices(store: Store, devices: Sequence[str], *, force: bool = False) -> str:
-    """Queue devices for removal by the coordinator. Return a message. Raise JobError for unknown or working devices."""
+    """Queue devices for removal and return a message. Raise JobError for unknown or working devices."""
     with TelemetryStore(store.home, writes=True) as telemetry_store:
         statuses = {status.device: status for status in telemetry_store.load_statuses()}
         for device in devices:
@@ -212,7 +212,7 @@ def remove_devices(store: Store, devices: Sequence[str], *, force: bool = False)
 
 
 def queue_rollout(store: Store, plan: RolloutPlan, payload: bytes | None) -> str:
-    """Store a rollout with the `payload` of its release, if any, for the coordinator to start. Return its id."""
+    """Store a rollout, with the `payload` of its release if any, for the coordinator. Return its id."""
     plan.require_valid()
     if payload is None:
         return store.rollouts.add_rollout(plan)
@@ -223,7 +223,7 @@ def queue_rollout(store: Store, plan: RolloutPlan, payload: bytes | None) -> str
 
 
 def revert_rollout(store: Store, rollout: str = "") -> str:
-    """Request that the devices of a rollout return to their previous release. Return a message for the user.
+    """Request that a rollout's devices return to their previous release. Return a message for the user.
 
     Raise JobError if the rollout has been reverted, or if a later rollout has replaced its release on some device.
     """

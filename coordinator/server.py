@@ -1,4 +1,4 @@
-"""Main loop of a coordinator, between the executor, the jobs and the store, and startup of its jobs.
+"""Main loop of a coordinator, and the startup of its jobs.
 
 The loop passes each message to its job, writes the job's new events to the log, and then carries out the resulting
 actions. Pure functions in other modules make all decisions.
@@ -78,7 +78,7 @@ class JobLoader:
         self._wall_clock_offset_s: float | None = None  # wall clock minus the coordinator's clock
 
     def find_suspended_jobs(self, now_s: float) -> set[str]:
-        """Return the ids of suspended jobs whose retry is not due yet."""
+        """Return the ids of suspended jobs whose next retry is still in the future."""
         suspensions = self._context.store.suspensions.current_suspensions()
         return {job for job, suspension in suspensions.items() if self._to_wall_clock(now_s) < suspension.retry_time}
 
@@ -143,10 +143,6 @@ class JobLoader:
             self._context.send_unsent_task(device, now_s)
 
     def _suspend_or_end_job(self, row: StoredJob, error: Exception, now_s: float) -> None:
-        """Suspend a job after a failed read, or end it as failed.
-
-        A StoreError, which concerns all jobs, is raised again.
-        """
         if (read_error := job_blobs.suspension_reason(error)) is not None:
             return self.suspend_job(row, read_error, now_s)
         if isinstance(error, StoreError):
@@ -329,7 +325,10 @@ class Server:
         self._executor.set_backlog(updates, total_bytes, self._limits.waiting_mb * 1e6)
 
     def _publish_states(self, now_s: float) -> float:
-        """Publish changed jobs, an unchanged round only at intervals. Return the time of the next publication."""
+        """Publish the changed jobs, and return when to call again.
+
+        A change within an attempt is published at the earliest PUBLICATION_INTERVAL_S after the previous one.
+        """
         unpublished, next_s = self._context.unpublished_jobs, math.inf
         for id, job in list(unpublished.items()):
             progress = job.job_state.phase, job.job_state.round, job.job_state.attempt
@@ -412,7 +411,6 @@ class Server:
         return None
 
     def _answer_inactive_job(self, input: responses.ClaimReceived | responses.UpdateAnnounced, now_s: float) -> None:
-        """Acknowledge a device's update of an inactive job, or cancel the device's task."""
         for action in responses.decide_response("", None, None, input, now_s).actions:
             match action:
                 case responses.AckUpdate(device, update, accepted, reason):
@@ -423,7 +421,7 @@ class Server:
                     raise AssertionError(action)
 
     def _schedule_jobs(self, now_s: float) -> None:
-        """Apply requested stops, start triggered and selected jobs, and preempt idle ones, every poll interval."""
+        """Apply requested stops, start triggered and selected jobs, and preempt idle ones, if a poll is due."""
         if now_s < self._last_poll_s + self._poll_interval_s:
             return
         self._last_poll_s = now_s
@@ -492,7 +490,7 @@ class Server:
             controller.activate(now_s)
 
     def _advance_jobs(self, now_s: float) -> bool:
-        """Make all due decisions of all jobs. Return whether a round was committed, which ends the call.
+        """Make due decisions of all jobs, until the first commit of a round. Return whether one committed.
 
         After each decision the jobs are visited again from the start, the job with the least device time first.
         """
@@ -527,7 +525,6 @@ class Server:
         return {controller.id: controller.compute_usage(now_s) for controller in self._jobs.values()}
 
     def _remaining_device_quota(self, controller: JobController, now_s: float) -> float:
-        """Return how many more devices the submitter's jobs may lease, or infinity without a limit."""
         share = self._limits.submitter.share
         if share == 1.0:
             return math.inf

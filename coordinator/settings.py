@@ -1,4 +1,4 @@
-"""Settings of a job, read from a TOML file and strictly validated, and limits of a coordinator: limits.toml."""
+"""Settings of a job and limits of a coordinator, read from TOML files and strictly validated."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class CohortSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JobLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of a job, checked between rounds, each None for no limit: [stop]."""
+    """Limits of a job ([stop]), which are checked between rounds. None means no limit."""
 
     patience: Annotated[int, Meta(ge=1)] | None = None  # evaluations in a row without a gain
     min_gain: Annotated[float, Meta(ge=0, le=1e9)] = 0.0  # smallest counted gain of the main metric
@@ -103,7 +103,6 @@ class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def share(self) -> float:
-        """Share of devices that must exceed a limit. Raises JobError unless above 0 and at most 1."""
         share = float(self.boards.removesuffix("%")) / 100
         if not 0 < share <= 1:
             raise JobError(f'[trigger] boards = "{self.boards}": set a share above 0 % and up to 100 %')
@@ -124,7 +123,10 @@ else:
 
 
 class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Simulated fleet of `fedquilt simulate` and `fedquilt demo`. Lists repeat over the devices."""
+    """Simulated fleet of `fedquilt simulate` and `fedquilt demo` ([fleet]).
+
+    A list with fewer entries than devices starts again after its last entry.
+    """
 
     devices: Annotated[int, Meta(ge=1, le=1_000_000)] = 4
     boards: Annotated[TextSequence, Meta(min_length=1)] = ("x86-host",)
@@ -135,7 +137,7 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     links: TextSequence = ()  # link of each device in virtual time, such as "2MB/s 50ms", or () for instant transfers
 
     def device_link(self, index: int) -> LinkCost:
-        """Return the link of a simulated device, unlimited without [fleet] links. Raise JobError if it is invalid."""
+        """Return the link of a simulated device, or raise JobError. Without [fleet] links it is unlimited."""
         if not self.links:
             return LinkCost()
         try:
@@ -202,7 +204,7 @@ def load_job(path: Path) -> JobSettings:
 
 
 def parse_job(table: Mapping[str, Any]) -> JobSettings:
-    """Return the job in a table. Raises JobError if a setting is invalid or contradicts another."""
+    """Return the job in a table. Raise JobError if a setting is invalid or contradicts another."""
     _require_params_in_table(table)
     job = _unify_task_and_classes(toml.convert_table(table, JobSettings, "a job"))
     params = parse_params(job)
@@ -238,7 +240,7 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
 
 
 def require_minimum_updates(job: JobSettings, min_updates: int) -> None:
-    """Raise JobError if a round could close with fewer than `min_updates` updates (`Method.minimum_updates`)."""
+    """Raise JobError if a round could close with fewer than the method's `min_updates` updates."""
     cohort = job.cohort
     if cohort.size and cohort.size < min_updates:
         raise JobError(
@@ -333,7 +335,7 @@ def _unify_task_and_classes(job: JobSettings) -> JobSettings:
 
 
 def tier_models(model: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the whole [model] table of each memory tier with a network of its own, or raise JobError for another."""
+    """Return the complete [model] table of each memory tier in [model.tier], or raise JobError."""
     tiers, plain = model.get("tier", {}), {key: value for key, value in model.items() if key != "tier"}
     if not isinstance(tiers, Mapping) or not all(isinstance(table, Mapping) for table in tiers.values()):
         raise JobError("[model.tier] needs a table for each tier: write [model.tier.4GB]")
@@ -354,7 +356,7 @@ def _require_params_in_table(table: Mapping[str, Any]) -> None:
 
 
 def parse_params(job: JobSettings) -> Any:
-    """Return the method's `Params`. Raise JobError for an unknown parameter, invalid value or unsupported engine."""
+    """Return the method's `Params`, or raise JobError for an invalid parameter or unsupported engine."""
     method = methods.load(job.method)
     if job.engine not in (None, *method.engines, *plugins.plugin_names("engine")):
         raise JobError(
@@ -487,7 +489,7 @@ NUMPY_TRAINS: Final = "mlp"  # the only network of edge_agent/engines/numpy_engi
 
 
 def create_initial_state(job: JobSettings, bundle: Bundle, method: Method | None = None) -> Any:
-    """Return the method's state before the first round. Raise JobError if the method does not support the job."""
+    """Return the method's state before the first round. Raise JobError if it does not support the job."""
     method = method or methods.load(job.method)
     if job.check.every and method.check is None:
         raise JobError(f"[check] every = {job.check.every}: {job.method} has no evaluation by devices. Set 0")
@@ -518,7 +520,7 @@ def _network_keys(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_matching_bundle(job: JobSettings, bundle: Bundle) -> None:
-    """Raise JobError if a bundle was visibly prepared for another job.
+    """Raise JobError if a bundle differs from the job in the settings that the bundle records.
 
     The check compares the network of [model], its input, the names of [[donors]], and the labels. A key that the job
     leaves out matches any value.
@@ -547,7 +549,6 @@ def require_matching_bundle(job: JobSettings, bundle: Bundle) -> None:
 
 
 def _find_label_mismatch(job_labels: Sequence[str], bundle_labels: Sequence[str]) -> str | None:
-    """Return the first label in which a job and its bundle differ, as text for an error, or None."""
     for number, (job_label, bundle_label) in enumerate(itertools.zip_longest(job_labels, bundle_labels)):
         if job_label != bundle_label:
             texts = ["none" if label is None else repr(label) for label in (job_label, bundle_label)]

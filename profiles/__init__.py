@@ -157,7 +157,7 @@ BEHIND: Final[Mapping[str, tuple[str, ...]]] = {  # number of a point -> prefixe
 
 
 class ProfilePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Named mode of a board. Names contain the unit, and `bytes_per_s` is memory traffic."""
+    """Named mode of a board. `bytes_per_s` is the rate of memory traffic."""
 
     name: ShortText
     cores: SourcedValue | None = None  # processor cores that are on, for readers of the profile only
@@ -211,7 +211,7 @@ class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max((self.sources[value.source].provenance for value in known_values), key=FROM_SUREST.index)
 
     def operating_points(self) -> tuple[OperatingPoint, ...]:
-        """Return the named modes, completed by the model, followed by the grid of the model, at most MAX_POINTS."""
+        """Return the named modes, completed by the model, then its grid. There are at most MAX_POINTS."""
         listed_points = [
             self._make_completed_point(point.name, {key: _value_or_none(getattr(point, key)) for key in NUMBERS})
             for point in self.points
@@ -289,7 +289,7 @@ def load_board_profile(name: str) -> BoardProfile:
 
 
 def find_board_profile(name_or_path: str) -> BoardProfile:
-    """Return the profile in a file, or the shipped profile with this name. Raise JobError if there is neither."""
+    """Return the profile in a file, or the shipped profile with this name, or raise JobError."""
     path = Path(name_or_path)
     if not path.exists() and is_board_name(name_or_path):
         if name_or_path in board_names():

@@ -34,7 +34,6 @@ class InverseTimeLaw:
     cycles: Mapping[str, float] = field(default_factory=dict)  # axis -> clock cycles
 
     def compute_seconds(self, clocks: Clocks, top: Mapping[str, float]) -> float | None:
-        """Return the time at these clocks, or None without coefficients."""
         seconds = self.fixed_s + sum(count / clock_of_axis(clocks, top, axis) for axis, count in self.cycles.items())
         return seconds or None
 
@@ -46,7 +45,6 @@ class PowerModel:
     exponent: float = 2.0  # k
 
     def compute_watts(self, clocks: Clocks, top: Mapping[str, float]) -> float | None:
-        """Return the power at these clocks, or None without coefficients."""
         shares = (watts * power_ratio(axis, clocks, top, self.exponent) for axis, watts in self.axes_w.items())
         return self.base_w + sum(shares) or None
 
@@ -80,7 +78,7 @@ def make_grid(axes: Mapping[str, Sequence[float]], room: int) -> list[dict[str, 
 
 
 def pick_evenly(values: Sequence[float], count: int) -> list[float]:
-    """Return `count` evenly distributed values including the first and the last, or only the last for a count of 1."""
+    """Return `count` evenly distributed values with both ends, or only the last if `count` is 1."""
     if count == 1:
         return [values[-1]]
     last_index = len(values) - 1

@@ -28,20 +28,18 @@ class MeasuredPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class RelativeErrors:
-    """Relative errors, (model - measured) / measured, in the order of the measurements."""
+    """Relative errors of a fit, (model - measured) / measured, in the order of the measurements."""
 
     fitted: tuple[float, ...]
     left_out: tuple[float | None, ...]  # by a fit without the point, or None if the others do not vary all clocks
 
     @property
     def median(self) -> float | None:
-        """Median of the absolute errors in `left_out`, or None if all are unknown."""
         absolute_errors = [abs(error) for error in self.left_out if error is not None]
         return float(np.median(absolute_errors)) if absolute_errors else None
 
     @property
     def worst(self) -> float | None:
-        """Largest absolute error in `left_out`, or None if all are unknown."""
         return max((abs(error) for error in self.left_out if error is not None), default=None)
 
 
@@ -60,7 +58,7 @@ def fit_time_law(
 def fit_power_model(
     measurements: Sequence[MeasuredPoint], top: Mapping[str, float], floor_w: float = 0.0
 ) -> tuple[laws.PowerModel, RelativeErrors]:
-    """Return the best power model base + sum of w * r^k, k of `EXPONENTS`, base >= `floor_w`, with its errors."""
+    """Return the power model that fits best, with its errors. `base` is at least `floor_w`."""
     axes = _find_varying_axes(measurements, top)
     values = _target_values(measurements)
     best: tuple[float, laws.PowerModel, RelativeErrors] | None = None
@@ -147,7 +145,10 @@ def _fit_non_negative_with_errors(
 
 
 def fit_unit_costs(counts: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Return non-negative unit costs that fit values (n,) for counts (n, units) with the least relative errors."""
+    """Return non-negative costs (units,) for which counts (n, units) @ costs is closest to values (n,).
+
+    The sum of squared relative errors is minimised.
+    """
     coefficients = _solve_non_negative(np.array(counts, float), np.array(values, float), 0.0)
     return [float(value) for value in coefficients]
 

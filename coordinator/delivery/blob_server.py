@@ -1,4 +1,4 @@
-"""Locations of blobs besides the broker: backends of outside packages, and the coordinator's HTTP(S) server.
+"""Blob transfers outside the broker: the coordinator's HTTP(S) server, and backends of other packages.
 
     GET  /blobs/<sha256>   with Range: bytes of a blob
     PUT  /blobs/<sha256>   with Content-Range: bytes from the upload's offset to the end of the blob
@@ -61,10 +61,11 @@ class AccessGrant:
 
 
 class BlobServer:
-    """HTTP(S) server of a blob store, in separate threads. Listens until `close`. Port 0 selects a free port.
+    """HTTP(S) server of a blob store, in separate threads.
 
-    `may_fetch` returns whether a device may fetch a blob now, given the ids of both. `report_result` gets the end of
-    each upload, in another thread. Without the certificates of an identity, a token is sufficient.
+    The server listens until `close`. Port 0 selects a free port. `may_fetch(device, sha256)` returns whether the device
+    may fetch the blob now. `report_result` is called at the end of each upload, in another thread. Without an identity,
+    a token is sufficient and devices present no certificate.
     """
 
     def __init__(
@@ -107,9 +108,9 @@ class BlobServer:
         """
         key = (device, ref.sha256, writer is not None)
         with self._lock:
-            if writer is None and (known := self._tokens.get(key)) is not None:
-                self._grants[_token_digest(known)].remaining_bytes = _granted_bytes(ref)
-                return known
+            if writer is None and (earlier_token := self._tokens.get(key)) is not None:
+                self._grants[_token_digest(earlier_token)].remaining_bytes = _granted_bytes(ref)
+                return earlier_token
             if len(self._grants) >= MAX_GRANTS:
                 self._remove_token(next(iter(self._tokens)))
             self._remove_token(key)
@@ -148,7 +149,6 @@ class BlobServer:
         self._transfer_blob(exchange, grant)
 
     def _require_grant(self, request: HttpExchange) -> AccessGrant:
-        """Return the grant of the request's token. Raise RequestRefusedError if the grant forbids the request."""
         match = _PATH.match(request.path)
         if match is None or request.method not in ("GET", "HEAD", "PUT"):
             raise RequestRefusedError(404, "unknown address or method")
@@ -173,7 +173,6 @@ class BlobServer:
         return self._receive_blob(request, grant, grant.writer)
 
     def _resume_upload(self, request: HttpExchange, grant: AccessGrant, writer: BlobWriter) -> None:
-        """Send the offset of an upload, and close earlier connections. Finish a complete upload."""
         writer_id, due_range = writer.replace_writer(), writer.next_range()
         if due_range is None and not writer.is_finished:
             self._finish_upload(grant, writer, writer_id)
@@ -222,7 +221,7 @@ class BlobServer:
     def _finish_upload(
         self, grant: AccessGrant, writer: BlobWriter, writer_id: int, receive: Callable[[], None] = lambda: None
     ) -> None:
-        """Call `receive`, finish the upload and report its end or failure. Refuse the request after a failure."""
+        """Receive the rest of an upload, finish it and report the result. Refuse the request after a failure."""
         key = (grant.device, grant.ref.sha256)
         try:
             receive()
@@ -236,7 +235,7 @@ class BlobServer:
         self._report_result(TransferResult(key, writer, None))
 
     def _charge_bytes(self, grant: AccessGrant, size: int) -> None:
-        """Subtract sent bytes from the grant or, for size 0, refuse the request if no bytes are left."""
+        """Subtract sent bytes from the grant. With size 0, refuse the request if the grant has no bytes left."""
         with self._lock:
             grant.remaining_bytes -= size
             if grant.remaining_bytes <= 0 and not size:
@@ -248,7 +247,7 @@ def _granted_bytes(ref: BlobRef) -> int:
 
 
 def _parse_range(header: str | None, size: int) -> tuple[int, int]:
-    """Return the start and end (exclusive) of the requested bytes. Raise RequestRefusedError for an invalid range."""
+    """Return the start and the exclusive end of the requested bytes, or raise RequestRefusedError."""
     if header is None:
         return 0, size
     match = _RANGE.match(header)
@@ -280,10 +279,10 @@ class BlobBackend(Protocol):
         """Return the locations to which a device can upload a blob now."""
 
     def uploaded_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
-        """Return the upload locations of a device, for the coordinator to fetch from."""
+        """Return the locations from which the coordinator can fetch an upload of a device."""
 
     def delete_upload(self, key: Key) -> None:
-        """Delete a device's upload, which is fetched or cancelled."""
+        """Delete a device's upload, after it was fetched or cancelled."""
 
     def take_ready_blobs(self) -> list[Key]:
         """Return the (device, sha256) of blobs that have new download locations since the last call."""
@@ -340,7 +339,7 @@ class BlobLocationSettings:
 
 
 class BlobLocationProvider(TransferBackend):
-    """Transfers through the coordinator's own server and the backend of an outside package."""
+    """Blob transfers through the coordinator's own server and the backend of another package."""
 
     def __init__(
         self,
@@ -354,7 +353,7 @@ class BlobLocationProvider(TransferBackend):
         self._backend = (
             None if location_settings.open_backend is None else location_settings.open_backend(fleet, blob_store, self)
         )
-        self._first_own: dict[Key, int] = {}  # uploads -> index of the first place that is the own server
+        self._first_own: dict[Key, int] = {}  # upload -> index of the first location on the own server
         self._server: BlobServer | None = None
         self._base = ""
         if location_settings.listen is not None:
@@ -390,7 +389,10 @@ class BlobLocationProvider(TransferBackend):
         return (*backend_locations, *self._own_locations(device, writer.ref, writer))
 
     def uploaded_locations(self, device: str, ref: BlobRef, location_index: int) -> tuple[BlobLocation, ...]:
-        """Return where the backend stores an upload, or () if `location_index` is that of the own server."""
+        """Return where the backend stores an upload, or () if the device used the coordinator's own server.
+
+        `location_index` is the index of the location that the device used.
+        """
         if self._backend is None or location_index >= self._first_own.get((device, ref.sha256), 0):
             return ()
         return self._backend.uploaded_locations(device, ref)

@@ -141,16 +141,16 @@ ExecutorInput: TypeAlias = DeviceMessage | responses.DeviceChange | responses.Up
 
 
 class Executor(Protocol):
-    """Connection to devices, whose methods do not wait.
+    """Connection to devices. No method waits.
 
     `send_pending` returns the time of the next call of `receive_inputs`.
     """
 
     def fds(self) -> Sequence[int]:
-        """Return file descriptors that become readable if `receive_inputs` is due before its time."""
+        """Return file descriptors that become readable when `receive_inputs` has input."""
 
     def receive_inputs(self, now_s: float) -> Iterable[ExecutorInput]:
-        """Yield messages and results since the last call. Requests made during the iteration take effect at once."""
+        """Yield messages and results since the last call. Other methods may be called meanwhile."""
 
     def send_pending(self, now_s: float) -> float:
         """Send pending packets. Return the time by which `receive_inputs` must be called."""
@@ -167,13 +167,16 @@ class Executor(Protocol):
         """Return the site right in a device's certificate, or None without a certificate or right."""
 
     def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
-        """Fetch blobs of a device and cancel its other transfers.
+        """Fetch blobs of a device, and cancel the device's other transfers.
 
-        `UpdateReceived` follows. With `in_turn` the blobs of other devices come first.
+        `receive_inputs` later yields `UpdateReceived`. With `in_turn`, earlier transfers of other devices come first.
         """
 
     def set_backlog(self, updates: int, waiting_bytes: int, max_bytes: float) -> None:
-        """Limit transfers: at most `max_bytes`, but at least two updates, are in transfer or unprocessed."""
+        """Set the number and bytes of unprocessed updates, which delay further transfers.
+
+        These updates and those in transfer have at most `max_bytes`, but two updates are always allowed.
+        """
 
     def transfer_wait_s(self, device: str) -> float:
         """Return how long a device waited for its transfer turn, or infinity while waiting."""
@@ -183,7 +186,7 @@ class Executor(Protocol):
 
     @property
     def unacknowledged_update_blobs(self) -> set[str]:
-        """Blobs of unacknowledged updates that simulated devices have stored, which the collector keeps."""
+        """Blobs of unacknowledged updates of simulated devices. Garbage collection must keep these blobs."""
 
     @property
     def outage(self) -> BrokerOutage: ...
@@ -194,7 +197,7 @@ class Executor(Protocol):
         """Send a device a release and permit the download of the blob. None clears the device's release."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Set a later epoch for all further tasks. Devices then accept tasks of rounds that they have completed."""
+        """Set a later epoch for all further tasks, which devices accept even for completed rounds."""
 
     def publish_state(self, job: JobView) -> None: ...
 
@@ -375,7 +378,6 @@ class LinkExecutor:
         self._link.close()
 
     def _handle_or_decode_message(self, message: Message, now_s: float) -> DeviceMessage | None:
-        """Return a device's decoded message, or None if it is invalid or part of a transfer."""
         try:
             route = wire.parse_topic(message.topic)
             if route.direction != "up":
@@ -421,7 +423,7 @@ class LinkExecutor:
             self._returned_devices.append(device)
 
     def _request_presences(self, now_s: float) -> list[str]:
-        """Request the presence of devices without recent messages. Return those that have become silent."""
+        """Request the presence of devices without recent messages. Return the devices that are now silent."""
         change = self._silence_detector.step(now_s, self.outage.can_reach_devices(now_s))
         for device in change.devices_to_request:
             self._request_presence(device)

@@ -194,7 +194,6 @@ class DeviceStatusTracker:
         return status if seen is None else replace(status, seen=seen)
 
     def _set_status(self, status: DeviceStatus, within_s: float) -> None:
-        """Replace a changed status and write it within `within_s`. With MAX_DEVICES devices, ignore new devices."""
         previous = self._statuses.get(status.device)
         if self._store is None or status == previous or (previous is None and len(self._statuses) >= MAX_DEVICES):
             return

@@ -1,11 +1,10 @@
 """Rate limiter that slows devices which send too much, and then blocks them for a while.
 
-Costs are seconds of work, estimated from the handling of a message. Each device may permanently use RATE of the
-coordinator's time, and BURST_S at once. Work that the coordinator requests is credited: a round's task pays for its
-messages, and a model chunk that is sent for the first time pays for its request. Messages above the limit are dropped.
-The protocol repeats all messages, so an honest device is only slower. A device that continues is blocked for BLOCK_S.
-
-Pure: no I/O and no clock.
+Costs are seconds of work, estimated from the handling of a message. Each device may permanently use DEVICE_SHARE of the
+coordinator's time, and BURST_S at once. Work that the coordinator requests is credited to the device: a task is a
+credit for the messages of its round, and the first transfer of a model chunk is a credit for the request of the chunk.
+Messages above the limit are dropped. The protocol repeats all messages, so an honest device is only slower. A device
+that continues is blocked for BLOCK_S. No I/O and no clock.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ ROUND_S: Final = 20 * MESSAGE_S  # credit for a round's task, which takes about 
 MAX_DROPPED: Final = 100  # dropped messages after which a device is blocked
 CALM_S: Final = 60.0  # time without a dropped message after which the count restarts
 BLOCK_S: Final = 600.0  # duration of a block
-Verdict = Literal["taken", "slowed", "dropped", "aside"]
-"""Decision on a message. taken: process. slowed: drop, as the first in a row. dropped: drop. aside: drop and block."""
+Verdict = Literal["processed", "slowed", "dropped", "blocked"]
+"""Decision on a message: process, drop as the first in a row, drop as a later one, or drop and block the device."""
 
 
 @dataclass
@@ -45,7 +44,7 @@ class _TokenBucket:
 
 @dataclass
 class RateLimiter:
-    """Token bucket of each device. Full buckets are removed from time to time."""
+    """Token buckets, one for each device."""
 
     _buckets: dict[str, _TokenBucket] = field(default_factory=dict)
     _cleanup_size: int = 1024  # number of buckets above which full ones are removed
@@ -57,13 +56,13 @@ class RateLimiter:
             return "dropped"
         if bucket.balance_s >= 0:
             bucket.balance_s -= cost_s + size * BYTE_S
-            return "taken"
+            return "processed"
         if now_s >= bucket.dropped_s + CALM_S:
             bucket.dropped_count = 0
         bucket.dropped_count, bucket.dropped_s = bucket.dropped_count + 1, now_s
         if bucket.dropped_count > MAX_DROPPED:
             bucket.blocked_until_s, bucket.dropped_count = now_s + BLOCK_S, 0
-            return "aside"
+            return "blocked"
         return "slowed" if bucket.dropped_count == 1 else "dropped"
 
     def charge_time(self, device: str, seconds: float, now_s: float) -> None:
@@ -111,7 +110,10 @@ class RateLimitedLink(LinkWrapper):
         self._discovery_end_s = math.inf  # end of the running discovery
 
     def subscribe(self, filters: Sequence[str]) -> None:
-        """Subscribe to the filters. While the link subscribes to each device by name, unsubscribe from them instead."""
+        """Subscribe to the topics of all devices or, while a device is blocked, unsubscribe from them.
+
+        While a device is blocked, the link subscribes to each other device by name.
+        """
         if not self._subscribes_per_device:
             self._link.subscribe(filters)
         else:  # the broker may still have only the earlier subscription
@@ -134,9 +136,9 @@ class RateLimitedLink(LinkWrapper):
         if verdict == "slowed":
             ids = log_ids(device=device)
             log.warning("%s exceeds its rate limit: some of its messages are dropped", device, extra=ids)
-        elif verdict == "aside":
+        elif verdict == "blocked":
             self._block_device(device)
-        return verdict == "taken"
+        return verdict == "processed"
 
     def next_s(self) -> float:
         """Return the time at which `receive` must be called even without a message."""
@@ -169,7 +171,7 @@ class RateLimitedLink(LinkWrapper):
                 self._subscribe_to_all()
 
     def _block_device(self, device: str) -> None:
-        """Drop a device's messages for BLOCK_S, and subscribe to all others by name unless they are too many."""
+        """Drop a device's messages for BLOCK_S. Unless the fleet is too large, unsubscribe from the device."""
         self._newly_blocked.append(device)
         self._blocked_until_s[device] = self.now_s + BLOCK_S
         if self._subscribes_per_device:
@@ -178,7 +180,7 @@ class RateLimitedLink(LinkWrapper):
             self._subscribes_per_device = True
             self._next_discovery_s = self.now_s + DISCOVERY_INTERVAL_S
             self._discovery_end_s = math.inf
-            admitted_devices = [known for known in self._known_devices if known not in self._blocked_until_s]
+            admitted_devices = [name for name in self._known_devices if name not in self._blocked_until_s]
             self._link.subscribe(self._device_filters(admitted_devices))
             self._link.unsubscribe(self._topics.coordinator_filters())
 
@@ -188,7 +190,7 @@ class RateLimitedLink(LinkWrapper):
         self._link.unsubscribe([*self._device_filters(list(self._known_devices)), self._presence_filter])
 
     def _update_subscriptions(self) -> None:
-        """Unblock devices after their time, and listen for new devices at intervals."""
+        """Unblock devices after BLOCK_S. While devices are blocked, discover new devices at intervals."""
         unblocked = [device for device, until_s in self._blocked_until_s.items() if self.now_s >= until_s]
         for device in unblocked:
             del self._blocked_until_s[device]

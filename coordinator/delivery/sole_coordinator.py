@@ -1,8 +1,8 @@
 """Detection of a second coordinator of the same fleet on one broker.
 
-A coordinator that starts asks on coord/state whether another one of the fleet is online. A running one answers with its
-state. The coordinator of the same home is no other one, and one that was killed does not answer, so that restarts and
-take-overs are never refused.
+A coordinator that starts publishes a question in coord/state, and a running coordinator of the fleet replies with its
+state. Replies of the same home do not count, and a killed coordinator does not reply. So restarts and take-overs are
+never refused.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def describe_home(home: Path) -> str:
 
 
 def make_client_id(fleet: str, home: Path) -> str:
-    """Return the MQTT client id of a coordinator, by home, so that the broker does not replace another coordinator."""
+    """Return an MQTT client id that depends on the home. A broker would disconnect one of two equal ids."""
     return f"fedquilt-coordinator-{fleet}-{hashlib.sha256(describe_home(home).encode()).hexdigest()[:8]}"
 
 
 class SoleCoordinatorLink(LinkWrapper):
-    """Link of a coordinator that names its home in coord/state, and answers the question of another coordinator."""
+    """Link of a coordinator that publishes its home in coord/state, and replies to other coordinators."""
 
     def __init__(self, link: Link, fleet: str, home: Path, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(link)
@@ -51,7 +51,6 @@ class SoleCoordinatorLink(LinkWrapper):
         link.subscribe([self._topic])
 
     def require_sole_coordinator(self) -> None:
-        """Raise JobError if another coordinator of the fleet answers."""
         deadline_s = self._clock() + CONNECT_S
         while not self._link.connected and (remaining_s := deadline_s - self._clock()) > 0:
             self._link.wait(remaining_s)

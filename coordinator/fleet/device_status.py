@@ -94,7 +94,7 @@ class TelemetrySample(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def apply_message(status: DeviceStatus, message: WireMessage, time_s: float) -> DeviceStatus:
-    """Return a device's status after one of its messages. Messages without status information change nothing."""
+    """Return a device's status after one of its messages."""
     match message:
         case wire.Presence():
             return _apply_presence(status, message, time_s)
@@ -212,7 +212,7 @@ def _apply_claim(status: DeviceStatus, message: wire.Claim, time_s: float) -> De
 
 
 def _apply_clock_skew(status: DeviceStatus, clock_s: float | None, time_s: float) -> DeviceStatus:
-    """Return the status with the clock's offset, if it exceeds the stored offset or this is older than SKEW_KEPT_S."""
+    """Return the status with the offset of the device's clock, unless a recent offset is as large."""
     if clock_s is None:
         return status
     skew_s = clock_s - time_s
@@ -255,7 +255,10 @@ from readings where step = :step and at >= :begin and at < :end group by at / :t
 
 
 class TelemetryStore:
-    """Database of statuses and readings, with one writing process. Methods raise StoreError if the file is unusable."""
+    """Database of statuses and readings, written by one process.
+
+    Methods raise StoreError if the file is unusable.
+    """
 
     def __init__(self, home: Path, *, writes: bool = False) -> None:
         self._home = home
@@ -280,7 +283,6 @@ class TelemetryStore:
         self._db.close()
 
     def _open_database(self, writes: bool) -> sqlite3.Connection:
-        """Open the database, or an empty one in memory for a reader without a file."""
         path = self._home / NAME
         if not writes and not path.is_file():
             return _open_empty_database()
@@ -311,7 +313,7 @@ class TelemetryStore:
         return db
 
     def write_telemetry(self, boards: Iterable[DeviceStatus], readings: Iterable[tuple[str, TelemetrySample]]) -> None:
-        """Store device statuses, and readings at the finest resolution. Readings of unknown devices are dropped."""
+        """Store statuses, and readings at the finest resolution. Readings of unknown devices are dropped."""
         with _convert_database_errors(self._home), transaction(self._db):
             self._db.executemany(
                 "insert into boards (device, body) values (?, ?) "
@@ -329,7 +331,7 @@ class TelemetryStore:
             self._db.execute("insert or replace into contact (id, away) values (1, ?)", (since,))
 
     def downsample_readings(self, now: float) -> None:
-        """Merge complete intervals into the coarser resolutions, and delete readings older than their retention."""
+        """Merge complete intervals into the coarser resolutions, and delete outdated readings."""
         with _convert_database_errors(self._home), transaction(self._db):
             for (step, _), (to, kept_s) in itertools.pairwise(STEPS):
                 last = self._db.execute("select max(at) from readings where step = ?", (to,)).fetchone()[0]

@@ -97,7 +97,7 @@ class JobUsage(NamedTuple):
 
 
 def is_schedulable(row: StoredJob, only: str | None) -> bool:
-    """Return whether this coordinator may run a job: the job `only` or, without it, all from `fedquilt run`.
+    """Return whether this coordinator may run a job: only the job `only`, or all from `fedquilt run`.
 
     Simulated jobs bring their own devices, so that the process that started them runs them.
     """
@@ -139,9 +139,9 @@ def select_jobs(
 def devices_to_yield(job: str, usages: Mapping[str, JobUsage]) -> set[str]:
     """Return the devices that a job must leave to jobs behind it.
 
-    A job yields the cohort of every working job whose device time is lower by more than one round of the first job.
-    Without this rule, a job with short tasks would take its competitor's devices back after each of the competitor's
-    rounds.
+    A working job is behind if its device time is lower by more than the duration of one round of `job`. Its whole
+    cohort is left to it. Without this rule, a job with short tasks would take its competitor's devices back after each
+    of the competitor's rounds.
     """
     own_usage = usages[job]
     other_cohorts = (
@@ -155,6 +155,6 @@ def devices_to_yield(job: str, usages: Mapping[str, JobUsage]) -> set[str]:
 def minimum_device_time(usages: Mapping[str, JobUsage]) -> float:
     """Return the least device time of all working jobs, or 0 if there are none.
 
-    A job that becomes active starts with this value, so that it cannot claim time from before.
+    A job that becomes active starts with this value, so that it has no claim to time before its activation.
     """
     return min((usage.device_time_s for usage in usages.values() if usage.is_working), default=0.0)

@@ -1,7 +1,7 @@
 """Devices of a fleet: their latest messages, rebuilt at every start, and whether they can be reached.
 
-A broker publishes the last will of a device, but not after a power loss of its own or behind a bridge. So a device
-without messages for QUIET_LIMIT_S receives presence requests, and counts as silent if it does not answer.
+A broker publishes the last will of a device, but not after its own power loss or behind a bridge. So a device without
+messages for QUIET_LIMIT_S receives presence requests, and counts as silent if it does not answer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BrokerOutage:
         return self._outage_start_s is not None
 
     def lost_since(self, lost_s: float) -> float:
-        """Return the seconds lost to disconnection after `lost_s`, or infinity while disconnected."""
+        """Return the seconds by which `self.lost_s` exceeds an earlier `lost_s`, or infinity in an outage."""
         return math.inf if self.is_disconnected else self.lost_s - lost_s
 
     def can_reach_devices(self, now_s: float) -> bool:
@@ -54,7 +54,7 @@ class BrokerOutage:
         return not self.is_disconnected and now_s >= self._reconnected_s
 
     def record_connection(self, is_connected: bool, now_s: float) -> None:
-        """Record whether the broker is connected. Add an ended outage and the longest backoff after it to `lost_s`."""
+        """Record whether the broker is connected. After an outage, add its seconds and a backoff to `lost_s`."""
         if not is_connected and self._outage_start_s is None:
             self._outage_start_s = now_s
         elif is_connected and self._outage_start_s is not None:
@@ -105,7 +105,7 @@ class SilenceDetector:
         return silent
 
     def expect_contact(self, device: str) -> None:
-        """Wait for a message of a device that only a retained message reports as online.
+        """Expect a message of a device that is online according to a retained message only.
 
         The coordinator must have announced itself just before, because every device answers an announcement.
         """
@@ -139,7 +139,7 @@ class SilenceDetector:
         return ReachabilityChange(devices_to_request, silent_devices)
 
     def next_step_s(self) -> float:
-        """Return the time of the owner's clock at which `step` may return a device."""
+        """Return the time at which `step` may next return a device, or infinity."""
         due_times = [next(iter(self._requests.values()))[0]] if self._requests else []
         due_times += [self._next_quiet_s()] if self._last_contact_s else []
         return self._now_s + max(min(due_times) - self._listening_s, MAX_STEP_S / 2) if due_times else float("inf")
@@ -178,9 +178,9 @@ class DeviceRecord:
 class DeviceRegistry:
     """Devices by id, with cached views.
 
-    A view is replaced only when a message or the passing of time changes it. So a query takes time in proportion to
-    the changes since the previous query, not to the number of devices. A changed column is copied as one block. Times
-    must be given in ascending order.
+    A view is replaced only when a message or the passing of time changes it. So a query takes time in proportion to the
+    changes since the previous query, not to the number of devices. A changed column is copied as one block. `now_s`
+    must not decrease between calls.
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class DeviceRegistry:
 
     @staticmethod
     def _track_agents(device: str, record: DeviceRecord, message: Presence) -> None:
-        """Record which agents use this id. Warn once if two are online in turn."""
+        """Record which agents use a device id, and warn once if two agents alternate."""
         seqs = dict(record.agents)
         if message.seq <= seqs.get(message.boot, -1):
             return
@@ -257,7 +257,7 @@ class DeviceRegistry:
         record.profile = profile
 
     def set_site_right(self, device: str, right: SiteRight | None) -> None:
-        """Set the site right of a device. A change deletes the profile, which was limited to the previous right."""
+        """Set a device's site right. A change deletes the profile, which the previous right has limited."""
         record = self.devices.get(device)
         if right == (record.site_right if record else None):
             return
@@ -281,7 +281,10 @@ class DeviceRegistry:
         return record.profile if record else None
 
     def agent_start_key(self, device: str) -> str:
-        """Return a text that changes when the agent restarts, changes its profile or frees disk space, or ""."""
+        """Return a text that changes if the agent restarts, changes its profile or frees disk space.
+
+        The text is "" for an unknown device.
+        """
         record = self.devices.get(device)
         if record is None or not record.boot:
             return ""
@@ -289,7 +292,7 @@ class DeviceRegistry:
         return f"{record.boot} {profile_digest} {record.freed_count}"
 
     def device_views(self, now_s: float) -> dict[str, DeviceSnapshot]:
-        """Return the view of every device, which is online until OFFLINE_GRACE_S after a disconnection.
+        """Return the view of every device. A device counts as online for OFFLINE_GRACE_S after it disconnects.
 
         The result must not be changed, and is valid until the next query.
         """
@@ -337,7 +340,7 @@ class DeviceRegistry:
         return labels
 
     def energy_costs(self, now_s: float) -> CostColumn:
-        """Return the joules per FLOP of all devices with a suitable profile, offline devices included."""
+        """Return the joules per FLOP of all devices whose profile contains them, online or offline."""
         version = self.refresh_views(now_s)
         cached_version, costs = self._costs
         if cached_version != version:

@@ -67,7 +67,7 @@ class UpdatePipeline:
 
     @property
     def lost_s(self) -> float:
-        """Seconds added to the deadline because the broker was unreachable, limited by the end of a site's round."""
+        """Seconds to add to the deadline because of broker outages. The round of a site has a fixed end."""
         outage, state = self._executor.outage, self._job.job_state
         if state.opened_s != self._outage_at_attempt_start[0]:
             self._outage_at_attempt_start = state.opened_s, outage.lost_s
@@ -82,7 +82,7 @@ class UpdatePipeline:
         """Return the deadline, or the later time until which the round waits for punctual updates.
 
         Updates are punctual if they were received in time and are still being validated, or were announced in time and
-        had to wait for their transfer, which moves their deadline. The round of a site has a fixed end.
+        wait for their transfer. The wait for a transfer extends the deadline. The round of a site has a fixed end.
         """
         deadline_s, latest_s = self._extended_deadline_s, decisions.site_deadline_s(self._job.job_state)
         if self._punctual_devices:
@@ -149,7 +149,6 @@ class UpdatePipeline:
         self._apply_validation(device, validation, now_s)
 
     def _apply_validation(self, device: str, validation: Callable[[], responses.UpdateValidated], now_s: float) -> None:
-        """Pass the validated update to the job. If a read fails, request the update again or suspend the job."""
         try:
             result = validation()
         except job_blobs.LostUpdateError as lost:
@@ -186,7 +185,7 @@ class UpdatePipeline:
             self._context.garbage.add_candidates(aggregated_blobs, urgent=True)
 
     def commit_round(self, now_s: float) -> bool:
-        """Commit the round, in the worker if updates are large. Return whether the commit has ended, or failed."""
+        """Commit the round, in the worker if updates are large. Return whether the commit has ended."""
         if self._is_folding:
             return False
         commit = self._job.build_commit(now_s)
@@ -210,7 +209,6 @@ class UpdatePipeline:
             self._controller.record_event(outcome, now_s)
 
     def _result_or_lost_event(self, result: Callable[[], T], now_s: float) -> T | events.UpdateLost | None:
-        """Return the result, `UpdateLost` for a lost update, or None after an error (see `handle_failure`)."""
         try:
             return result()
         except job_blobs.LostUpdateError as lost:
@@ -293,7 +291,6 @@ class JobController:
         return has_enough_devices and not free.isdisjoint(self._context.leases.devices_of_other_jobs(self.id))
 
     def _device_time_s(self, now_s: float) -> float:
-        """Return the seconds of leased devices, summed over devices and divided by the job's priority."""
         return self._context.leases.device_seconds(self.id, now_s) / self.job.job.priority
 
     def blobs_in_use(self) -> set[str]:
@@ -334,7 +331,6 @@ class JobController:
         self.handle_input(responses.UpdateAnnounced(device, stored_update, manifest_problem=problem), now_s)
 
     def handle_input(self, input: responses.Input, now_s: float) -> None:
-        """Record the events and carry out the actions that follow from an input (`responses.decide_response`)."""
         decision = responses.decide_response(
             self.id, self.job.job_state, self.arriving_updates.get(input.device), input, now_s
         )
@@ -477,7 +473,7 @@ class JobController:
         self.record_event(events.failure_event(error), now_s)
 
     def record_event(self, event: events.AnyEvent, now_s: float, commit: CommitResult | None = None) -> None:
-        """Record an event, then send or cancel the tasks that follow. An event that is not allowed fails the job."""
+        """Record an event, then send or cancel the tasks that follow. A forbidden event fails the job."""
         job = self.job
         previous_state = job.job_state
         try:

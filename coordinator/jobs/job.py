@@ -132,7 +132,7 @@ class RunningJob:
         return state_bytes + sum(ref.size for ref in self.bundle.files.values()) >= self._large_bytes
 
     def build_state_loader(self) -> Callable[[], LoadedState]:
-        """Return a function, also for a worker, that loads the job's state or creates the first state."""
+        """Return a function that loads the job's state, or creates the first one. A worker may call it."""
         return partial(self._model_states.load_starting_state, self.job_state)
 
     def use_loaded_state(self, loaded: LoadedState, now_s: float) -> None:
@@ -220,7 +220,7 @@ class RunningJob:
         return {"seed": seed, "tier": tier, "last_counted_round": last_counted_round}
 
     def _class_shares(self) -> tuple[float, ...] | None:
-        """Return the class shares for an evaluation, () if all classes count equally, or None without class priors."""
+        """Return the share of each class in an evaluation, () for equal shares, or None without class priors."""
         if not self.job_state.constants.class_priors:
             return None
         if self.job_state.parent_order is not None:
@@ -230,7 +230,7 @@ class RunningJob:
         return evaluation.class_shares(self.class_counts or self.job_state.class_counts)
 
     def device_workload(self, device: str, profile: Profile | None) -> DeviceWorkload:
-        """Return the predicted workload of a device's task, which is empty without a task."""
+        """Return the predicted workload of a device's task, or an empty one if the device gets no task."""
         workload = self._workloads.get(device)
         if workload is None or workload.profile != profile:
             task_spec = self._task_spec_for_device(device, profile)
@@ -265,8 +265,7 @@ class RunningJob:
     ) -> tuple[str, ...]:
         """Return sentences on the devices that can take part in the round, or ().
 
-        They are returned for the first selection of the first round, and of later rounds if some device cannot take
-        part.
+        The result is () after the first selection of a round, and in later rounds in which all devices can take part.
         """
         sample_device = event.devices[0] if event.devices else ""
         task_spec = self._task_spec_for_device(
@@ -295,7 +294,7 @@ class RunningJob:
         return tuple(peak_memory.format_coverage(coverage, work))
 
     def manifest_problem(self, update: Update, profile: Profile | None = None) -> str:
-        """Return why an update's manifest is invalid, or "" if valid or not of the running round."""
+        """Return why an update of the running round has an invalid manifest, or ""."""
         is_of_round = (update.job, update.round) == (self.id, self.job_state.task_version(update.device).round)
         if not is_of_round or update.device not in self.job_state.pending_devices:
             return ""
@@ -315,7 +314,7 @@ class RunningJob:
         large: bool,
         right: SiteRight | None = None,
     ) -> Callable[[], UpdateValidated]:
-        """Return a function that validates an update and returns the valid part or the reason of the rejection.
+        """Return a function that validates an update. It returns the update to accept, or a reason to reject.
 
         The function raises LostUpdateError if a blob is lost, and UnreadableError or StoreError if the disk fails.
         """
@@ -441,7 +440,7 @@ class RunningJob:
         self._sent_blobs.update(dict.fromkeys((ref.sha256 for _, ref in encoded.values()), self.job_state.round))
 
     def blobs_released_by_commit(self, previous_state: JobState) -> set[str]:
-        """Return the blobs of the committed round that may be garbage: updates, aggregate, task bundles and states."""
+        """Return the blobs that a commit may have made garbage: updates, aggregate, task bundles and states."""
         best_blobs = {previous_state.best.state.sha256} if previous_state.best else set[str]()
         update_blobs = blob_hashes(previous_state.accepted_updates.values())
         return update_blobs | self.sent_blobs() | _state_blobs(previous_state) | best_blobs
@@ -501,7 +500,6 @@ class RunningJob:
         self.job_state = new_state
 
     def _store_bundle(self, value: Tensors | BlobRef, round: int | None = None) -> BlobRef:
-        """Return the blob of a task's tensors, stored if missing. A file of the job's bundle is restored."""
         if isinstance(value, BlobRef):
             bundle_files = {name: ref for name, ref in self.bundle.files.items() if ref == value}
             job_blobs.restore_bundle_files(self.id, self._store.blob_store, self._folder, bundle_files)
@@ -530,9 +528,10 @@ def decide_next_event(
     lost_s: float = 0.0,
     unreachable_devices: AbstractSet[str] = frozenset(),
 ) -> events.AnyEvent | None:
-    """Return the next event of a job, or None if nothing is due. Changes of eligibility precede a selection.
+    """Return the next event of a job, or None if nothing is due.
 
-    `busy` are devices reserved for other jobs, and `lost_s` extends the deadline. See `decisions.decide_event`.
+    Changes of eligibility precede a selection. `busy` are devices reserved for other jobs, and `lost_s` extends the
+    deadline. See `decisions.decide_event`.
     """
 
     def workload_of(device: str) -> DeviceWorkload:
@@ -576,7 +575,7 @@ def _devices_over_share(
     max_devices: float,
     decide: Callable[[], events.AnyEvent | None],
 ) -> set[str]:
-    """Return the eligible devices that only the submitter's share limit excludes from the cohort.
+    """Return the eligible devices that the cohort lacks only because of the submitter's share limit.
 
     `decide` returns the event without this limit.
     """

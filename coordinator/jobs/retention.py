@@ -59,7 +59,10 @@ class GarbageCollector:
         self._includes_all = True
 
     def is_due(self, updates: int) -> bool:
-        """Return whether there are enough candidates to read all roots, given the accepted updates."""
+        """Return whether enough blobs are candidates to justify reading all roots.
+
+        Reading takes time in proportion to `updates`, the number of accepted updates.
+        """
         return (
             self._includes_all
             or self._is_urgent
@@ -98,7 +101,7 @@ class RemovedFiles(NamedTuple):
 
 
 def find_run(store: Store, id_or_name: str) -> StoredJob | UnreadableRow:
-    """Return a run by its id, readable or not, or the latest run of a job by name. Raise StoreError if unknown."""
+    """Return a run by its id, readable or not, or the latest run of a job by name, or raise StoreError."""
     for row in reversed(store.all_jobs()):
         if id_or_name == row.id or (isinstance(row, StoredJob) and id_or_name == row.job.name):
             return row
@@ -150,7 +153,7 @@ def _last_event_or_creation_time(row: StoredJob | UnreadableRow, log: IndexedLog
 
 
 def remove_runs(store: Store, ids: Collection[str]) -> RemovedFiles:
-    """Remove runs, then files and blobs that no run needs. Raise JobError for a run that a coordinator may work on.
+    """Remove runs, then unneeded files and blobs. Raise JobError if a coordinator may work on a run.
 
     Without a coordinator, the home stays locked until `store.close`.
     """
@@ -164,7 +167,7 @@ def remove_runs(store: Store, ids: Collection[str]) -> RemovedFiles:
 
 
 def _remove_unneeded_files(store: Store, is_only_user: bool) -> RemovedFiles:
-    """Remove files of deleted runs and, if no coordinator uses the home (`is_only_user`), unreferenced blobs."""
+    """Remove files of deleted runs. If no coordinator uses the home, also remove unreferenced blobs."""
     files, total = _remove_files_of_deleted_runs(store)
     if not is_only_user:
         return RemovedFiles(files, total, blobs_left=True)
@@ -178,7 +181,6 @@ def _remove_unneeded_files(store: Store, is_only_user: bool) -> RemovedFiles:
 
 
 def _remove_files_of_deleted_runs(store: Store) -> tuple[int, int]:
-    """Remove files named after runs that the database lacks. Return their number and bytes."""
     files = total = 0
     with disk_errors(f"remove files of deleted runs from {store.home}"):
         run_files = list(_files_named_after_runs(store.home))
@@ -194,7 +196,6 @@ def _remove_files_of_deleted_runs(store: Store) -> tuple[int, int]:
 
 
 def _files_named_after_runs(home: Path) -> Iterator[tuple[Path, str]]:
-    """Yield (path, run id) of the files and folders in a home that are named after runs, existing or deleted."""
     for folder, ending in _RUN_FILES:
         if (home / folder).is_dir():
             yield from (
@@ -205,7 +206,6 @@ def _files_named_after_runs(home: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _measure_files(root: Path) -> tuple[int, int]:
-    """Return the number of files at a path and their size in bytes. Files deleted during the call do not count."""
     sizes = []
     files = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
     for path in files or [str(root)]:

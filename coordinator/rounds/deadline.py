@@ -77,16 +77,14 @@ class DeviceWorkload(NamedTuple):
 
     @property
     def work_amount(self) -> float:
-        """Operations of the task (`work_amount`), or 1 if the method predicts no work."""
         return work_amount(self.work) or 1.0
 
     def predict_duration_s(self, examples: int = 1) -> float | None:
-        """Return the duration at the fastest operating point, or None without a prediction."""
         return predict_duration_s(self.work, self.profile, examples=examples)
 
 
 class MemoryShortage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Requirements of a task for which a device lacked memory. 0 and None mean unknown."""
+    """Requirements of a task that a device declined for lack of memory. 0 and None mean unknown."""
 
     peak_bytes: int = 0
     flops: float = 0.0
@@ -139,9 +137,9 @@ Policy: TypeAlias = Callable[[CohortSettings, DurationsByDevice, WorkloadByDevic
 
 
 def work_amount(work: WorkEstimate) -> float:
-    """Return the operations of a task for its largest number of examples, or for one example without a limit.
+    """Return the operations of a task for its largest number of examples, or for one without a limit.
 
-    Only the device knows its number of examples. The ratio of its measured times contains this number.
+    The coordinator does not know a device's number of examples. Ratios of measured to predicted times include it.
     """
     return work.total_for_examples(work.max_examples or 1).flops
 
@@ -191,7 +189,7 @@ def decide_fixed(cohort: CohortSettings, durations: DurationsByDevice, workloads
 def decide_by_prediction(
     cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
 ) -> DeadlineDecision:
-    """Return a high percentile of the predicted times plus PREDICTION_SLACK, or no deadline if a time is unknown."""
+    """Return a high percentile of the predicted times plus PREDICTION_SLACK, or none if one is unknown."""
     fleet = FleetDurations.from_durations(durations)
     predictions = [_predict_p90_s(durations.get(device, ()), workload, fleet) for device, workload in workloads.items()]
     times = sorted(time for time in predictions if time is not None)
@@ -233,7 +231,7 @@ class FleetDurations(NamedTuple):
 def _predict_p90_s(
     own_durations: Sequence[TaskDuration], workload: DeviceWorkload, fleet: FleetDurations
 ) -> float | None:
-    """Return the seconds that a device exceeds once in ten rounds, or None if nothing is known about the device."""
+    """Return the duration that a device exceeds once in ten rounds, or None if nothing is known."""
     base_s = workload.predict_duration_s(fleet.assumed_examples(own_durations, workload))
     log_ratios = _log_ratios(own_durations)
     if base_s is not None and log_ratios:
@@ -270,7 +268,7 @@ def _log_ratios(own_durations: Sequence[TaskDuration]) -> list[float]:
 def _p90_ratio(log_ratios: Sequence[float], spread: float) -> float:
     """Return the 90th percentile of the next ratio, from a log-normal distribution around the median.
 
-    The variance combines that of the ratios and the square of `spread`, with the weight of PRIOR_WEIGHT observations.
+    The square of `spread` is a prior variance, which counts as PRIOR_WEIGHT observations.
     """
     if not log_ratios:
         return math.exp(Z90 * spread)
@@ -283,7 +281,7 @@ def _p90_ratio(log_ratios: Sequence[float], spread: float) -> float:
 def decide_by_paper(
     cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
 ) -> DeadlineDecision:
-    """Return the last round's longest duration times the ratio of work (FedStitch), or none without durations."""
+    """Return the last round's longest duration times the ratio of work, or none without durations."""
     all_durations = [duration for own_durations in durations.values() for duration in own_durations]
     if not all_durations:
         return DeadlineDecision()
@@ -313,7 +311,7 @@ def decide_by_energy(
 def plan_energy(
     cohort: CohortSettings, forecasts: Mapping[str, energy_scheduling.DeviceForecast], passes: int
 ) -> energy_scheduling.EnergyPlan | None:
-    """Return the shortest plan within `joules_per_round`, or without this limit the cheapest within `deadline_s`.
+    """Return the shortest plan within `joules_per_round`, or else the cheapest within `deadline_s`.
 
     If no plan meets the limit, the plan closest to the limit is returned. The result is None if the devices cannot do
     all the work. `forecasts` and `passes` come from `energy_problem`.

@@ -1,4 +1,4 @@
-"""Decisions of a job: its next event. Pure.
+"""Decisions of a job, as a pure function: which event comes next.
 
 `decide_event` returns the next event from the state, the time and the online devices. The eligibility of devices is
 recorded before a selection (`EligibilityRecorded`). So the selection depends on the log alone, and the log explains why
@@ -98,10 +98,10 @@ def restart_event(state: JobState, now_s: float) -> AttemptResumed | None:
 
 
 def capped_elapsed_s(elapsed_s: float, new_elapsed_s: float, limit_s: float, restarts: int) -> float:
-    """Return the seconds that count as elapsed at a restart: at most 90 % of the limit, then 95 %, and so on.
+    """Return the elapsed seconds that count at a restart, so that some of the limit remains.
 
-    If `new_elapsed_s` is not positive or reaches the limit, the wall clock was set, and 1 % of the limit counts
-    instead.
+    At most 90 % of the limit count at the first restart, 95 % at the second, and so on. If `new_elapsed_s` is not
+    positive or reaches the limit, the wall clock was set, and 1 % of the limit counts instead.
 
     Args:
         elapsed_s: The seconds that had elapsed at the previous restart.
@@ -116,7 +116,10 @@ def capped_elapsed_s(elapsed_s: float, new_elapsed_s: float, limit_s: float, res
 def eligibility_event(
     state: JobState, labels: LabelColumn, costs: CostColumn = CostColumn()
 ) -> EligibilityRecorded | None:
-    """Return the event with changes of eligibility and costs, or None. Devices known only from the log are offline."""
+    """Return the event with changes of eligibility and costs, or None without changes.
+
+    Devices that have an entry in the log but no label are offline.
+    """
     devices_by_label: dict[str, list[str]] = {}
     for device, label in sorted(labels.changed_values(state.eligibility, default="offline").items()):
         devices_by_label.setdefault(label, []).append(device)
@@ -214,7 +217,7 @@ def is_round_idle(
 def updates_to_close(
     state: JobState, online_devices: Collection[str], unreachable_devices: AbstractSet[str] = frozenset()
 ) -> int:
-    """Return the number of updates that closes the round at once: the cohort size, or without one all counted devices.
+    """Return how many updates close the round at once: the cohort size, or else one per counted device.
 
     Devices count if they are online, selected or expected in this attempt, and have not declined or become unreachable.
     The result is at least `minimum_updates`. The round waits until its deadline for devices leased to other jobs.
@@ -258,7 +261,6 @@ def _decide_selection_or_end(
     busy_devices: AbstractSet[str],
     max_devices: float,
 ) -> AnyEvent | None:
-    """Return the selection of a cohort, the end of the job, or None while too few devices are free."""
     constants = state.constants
     if not state.is_evaluation_round:
         if state.is_work_done and (
@@ -336,7 +338,7 @@ def _decide_open_round(
     max_devices: float,
     unreachable_devices: AbstractSet[str],
 ) -> AnyEvent | None:
-    """Return the event that closes, extends, retries or fails the round or selects more devices, or None to wait."""
+    """Return the event that ends or extends the round or selects more devices, or None to wait."""
     cohort_settings = state.constants.cohort
     update_count = len(state.accepted_updates)
     wanted_updates = updates_to_close(state, online_devices, unreachable_devices)

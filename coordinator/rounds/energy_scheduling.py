@@ -4,18 +4,16 @@ The energy of a round is the energy of the tasks above idle, and the idle power 
 
     E(T) = sum over devices of the fewest joules above idle that end by T  +  T * sum of idle powers
 
-The first part falls as T grows, since slower clocks become possible, and the second part grows. T is selected among
-the times at which an option of some device becomes possible. Between two such times only the idle energy changes. If a
+The first part falls as T grows, since slower clocks become possible, and the second part grows. T is selected among the
+times at which an option of some device becomes possible. Between two such times only the idle energy changes. If a
 method lets devices train for unequal numbers of epochs, the passes over examples are distributed within T to devices
 that need fewer joules. Their total is at least as high as before.
 
-The search over T is exact. An interval is skipped only if the idle energy of its shortest time and the cheapest
-options of its longest time exceed a known plan. For one T, work is first distributed by one price per example for all
-devices, which is off by less than the step of one device. The distribution is then made exact device by device, over
-all amounts of work that may be cheaper. Cohorts of more than MAX_EXACT_DEVICES devices are planned to within
-JOULES_TOLERANCE of the minimum, as far as MAX_SUMS amounts of work allow.
-
-Pure: no I/O and no clock.
+The search over T is exact. An interval is skipped only if the idle energy of its shortest time and the cheapest options
+of its longest time exceed a known plan. For one T, work is first distributed by one price per example for all devices.
+The result exceeds the minimum by less than the last option that it adds. The distribution is then made exact device by
+device, over all amounts of work that may be cheaper. Cohorts of more than MAX_EXACT_DEVICES devices are planned to
+within JOULES_TOLERANCE of the minimum, as far as MAX_SUMS amounts of work allow. No I/O and no clock.
 """
 
 from __future__ import annotations
@@ -106,7 +104,7 @@ def pareto_front(forecasts: Mapping[str, DeviceForecast], passes: int) -> list[E
 
 
 class _EnergyProblem:
-    """Cohort with cached results. A plan is identified by the index of its duration in `times`."""
+    """Energy plans of a cohort, one for each duration in `times`. Plans are identified by their index."""
 
     def __init__(self, forecasts: Mapping[str, DeviceForecast], passes: int) -> None:
         self._names = sorted(forecasts)
@@ -185,7 +183,13 @@ class _EnergyProblem:
 
 
 class _EpochOption(NamedTuple):
-    """Option of a device within a time limit: examples times epochs, joules above idle, and epochs."""
+    """Number of epochs that a device can train within a time limit.
+
+    Attributes:
+        work: Number of examples times epochs.
+        joules: Fewest joules above idle.
+        epochs: Number of epochs.
+    """
 
     work: int
     joules: float
@@ -193,9 +197,10 @@ class _EpochOption(NamedTuple):
 
 
 def _distribute_by_price(options: Sequence[Sequence[_EpochOption]], passes: int) -> tuple[float, list[_EpochOption]]:
-    """Return the price per example at which all the work is done, and the option of each device.
+    """Return the price in joules per example at which all the work is done, and the option of each device.
 
-    Each device moves up along the lower convex hull of its options, the cheapest steps of all devices first.
+    Each device starts with its cheapest option. Steps to more work are then taken in the order of their price per
+    example.
     """
     selected_options, steps = [], []
     for index, device_options in enumerate(options):
@@ -225,9 +230,9 @@ def _distribute_exactly(
 ) -> list[_EpochOption] | None:
     """Return the cheapest options that do all the work for fewer joules than `limit_j`, or None.
 
-    Device by device, the sums are kept that no other sum beats in work and joules. Sums that exceed `limit_j` are
-    dropped, even with the best options of the remaining devices at this price. The result is also None with too many
-    sums.
+    The sums of work and joules are extended device by device. A sum is dropped if another one has more work for fewer
+    joules, or if the best options of the remaining devices at this price lead above `limit_j`. The result is also None
+    if there are too many sums.
     """
     import numpy as np  # slow import, not needed by commands that only read a log
 
@@ -256,7 +261,7 @@ def _distribute_exactly(
 
 
 def _options_by_epochs(choices: Sequence[EpochChoice]) -> dict[int, tuple[list[float], list[float]]]:
-    """Return, by number of epochs, ascending times and the fewest joules by each time."""
+    """Return for each number of epochs ascending times, and the fewest joules possible by each time."""
     options: dict[int, tuple[list[float], list[float]]] = {}
     for epochs, group in itertools.groupby(
         sorted(choices, key=lambda choice: choice.epochs), lambda choice: choice.epochs

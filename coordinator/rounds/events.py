@@ -1,4 +1,4 @@
-"""Events of a job, as stored in its event log. Pure.
+"""Events of a job, as stored in its event log.
 
 `TRANSITIONS` lists the events allowed in each phase.
 """
@@ -63,7 +63,7 @@ class Event(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True): 
 
 
 class JobStarted(Event, frozen=True, omit_defaults=True):
-    """Start of a job with the method's first state, or of a site's round with the state of the parent coordinator."""
+    """Start of a job with the method's first state, or of a site's round with the parent's state."""
 
     state: BlobRef
     has_evaluation_rounds: bool = False  # whether each evaluation is a round of its own (`core.EvaluationRound`)

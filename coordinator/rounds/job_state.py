@@ -1,8 +1,8 @@
-"""Job state that follows from a job's constants and events. Pure.
+"""Job state, computed from a job's constants and events without I/O.
 
 `apply_event` applies one event to the state. The server writes each event to the log before acting on the event, so
-that replaying the log after a crash gives the same state. An event that `events.TRANSITIONS` does not allow, and an
-event of another round than the running one, is refused.
+that replaying the log after a crash gives the same state. An event raises JobError if `events.TRANSITIONS` does not
+allow the event in this phase, or if it is of another round than the running one.
 
 Limits of a job ([stop]) are compared with the totals and evaluations of the log between rounds. So a job can exceed a
 limit by one round. Joules do not include tasks without a meter, whose number the job reports after each round.
@@ -73,7 +73,7 @@ class ResourceUsage(msgspec.Struct, frozen=True):
 
 
 class BestEvaluation(msgspec.Struct, frozen=True):
-    """Best of the evaluations so far by the main metric, and the number of evaluations without a gain since."""
+    """Best evaluation so far by the main metric, and the number of later evaluations without a gain."""
 
     metric: str  # a key of `metrics.METRICS`
     value: float
@@ -90,9 +90,10 @@ class BestEvaluation(msgspec.Struct, frozen=True):
 def add_evaluation(
     best: BestEvaluation | None, sums: EvaluationSums | None, state: BlobRef | None, rounds: int, min_gain: float
 ) -> BestEvaluation | None:
-    """Return the best evaluation after one of `state`, which is unchanged if `sums` have no main metric.
+    """Return the best evaluation after an evaluation of `state` with the result `sums`.
 
-    A gain below `min_gain` counts as none for `without_gain`, and still makes the evaluation the best.
+    An evaluation without a main metric changes nothing. A gain below `min_gain` makes the evaluation the best, but
+    counts as none for `without_gain`.
     """
     if (main := metrics.main_metric(sums)) is None or state is None:
         return best
@@ -123,7 +124,7 @@ def describe_reached_limit(limits: JobLimits, usage: ResourceUsage, best: BestEv
 
 
 def describe_unmetered_tasks(limits: JobLimits, usage: ResourceUsage) -> str | None:
-    """Return how many joules `max_joules` counts, or None without a limit or unmetered tasks."""
+    """Return a note if `max_joules` does not cover all tasks, because some have no meter, or else None."""
     if limits.max_joules is None or not usage.unmetered:
         return None
     if not usage.metered:
@@ -256,7 +257,6 @@ class JobState(msgspec.Struct, frozen=True):
         return describe_reached_limit(self.constants.stop, self.usage, self.best)
 
     def best_after(self, sums: EvaluationSums | None) -> BestEvaluation | None:
-        """Return the best evaluation after an evaluation of the state at the start of the running round."""
         if not self.constants.check_every:  # a site evaluates only for its parent
             return self.best
         return add_evaluation(self.best, sums, self.state, self.completed_rounds, self.constants.stop.min_gain)
@@ -280,7 +280,7 @@ class JobState(msgspec.Struct, frozen=True):
     def decline_event(
         self, device: str, code: str, reason: str, workload: DeviceWorkload, agent_start_key: str = ""
     ) -> events.TaskDeclined:
-        """Return the decline of a task, with the task's memory requirements if the device lacked memory."""
+        """Return the event of a declined task, with its memory requirements if the device lacked memory."""
         lacks_memory = DECLINE_REASONS.get(code, UNKNOWN_DECLINE).duration == "rounds"
         return events.TaskDeclined(
             self.round,
@@ -294,7 +294,7 @@ class JobState(msgspec.Struct, frozen=True):
     def acceptance_event(
         self, update: Update, now_s: float, workload: DeviceWorkload = DeviceWorkload()
     ) -> events.UpdateAccepted:
-        """Return the acceptance of a device's update, with the duration of its task.
+        """Return the event of an accepted update, with the duration of the task.
 
         The duration is the time since the selection of the device, but at least the time that the device reports.
         After a restart of the coordinator only the latter is known.
@@ -306,7 +306,7 @@ class JobState(msgspec.Struct, frozen=True):
 
 
 def apply_event(state: JobState, event: events.AnyEvent, now_s: float) -> JobState:
-    """Return the state after an event. Raise JobError for an event of another round, or not allowed in this phase."""
+    """Return the state after an event, or raise JobError if the round or the phase forbids the event."""
     kind, event_round = type(event).__name__, getattr(event, "round", state.round)
     allowed_phases = events.TRANSITIONS[kind].get(state.phase, ())
     if event_round != state.round:
@@ -535,7 +535,7 @@ def _clear_round(state: JobState, round: int) -> JobState:
 
 
 def _rewind_to_round(state: JobState, round: int) -> JobState:
-    """Return the state before a round that the parent repeats, without updates of later rounds.
+    """Return the state at the start of an earlier round, without updates of that and later rounds.
 
     A parent repeats rounds after it was restored from an older copy.
     """

@@ -1,4 +1,4 @@
-"""Responses of a job to inputs: the events and actions that follow. Pure.
+"""Responses of a job to inputs: a pure function returns the events and actions that follow.
 
 Events are written to the log before any action is taken. An accepted update is the result of three inputs:
 
@@ -43,7 +43,7 @@ class ClaimReceived(msgspec.Struct, frozen=True):
 
 
 class UpdateAnnounced(msgspec.Struct, frozen=True):
-    """Announcement of an update by a device. `status` is that of the update's job in the store, or "" if unknown."""
+    """Announcement of an update by a device. `status` is the stored status of the job, or "" if unknown."""
 
     device: str
     update: Update
@@ -58,7 +58,7 @@ class UpdateReceived(msgspec.Struct, frozen=True):
 
 
 class UpdateValidated(msgspec.Struct, frozen=True):
-    """Result of validating an update. `valid_part` is the valid part, or None if rejected for `reason`."""
+    """Result of validating an update: the update to accept in `valid_part`, or None and the `reason`."""
 
     device: str
     update: Update
@@ -105,7 +105,7 @@ class DiscardUpdate(msgspec.Struct, frozen=True):
 
 
 class RenewTask(msgspec.Struct, frozen=True):
-    """Action that resends a task with an epoch above that under which the device completed the round."""
+    """Action that resends a task with an epoch above `epoch`, in which the device completed the round."""
 
     device: str
     epoch: int
@@ -118,7 +118,7 @@ ArrivingUpdate: TypeAlias = Update | None  # update of the input's device whose 
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Events to log and actions to take, in this order. `arriving_update` is the update being fetched afterwards."""
+    """Events to log, then actions to take. `arriving_update` is the update that is then being fetched."""
 
     arriving_update: ArrivingUpdate
     events: tuple[AnyEvent, ...] = ()
@@ -275,7 +275,6 @@ def _duplicate_device_text(board: str, submitter: str) -> str:
 def _reject_unexpected_update(
     state: JobState | None, arriving_update: ArrivingUpdate, input: UpdateAnnounced, reason: str
 ) -> Decision:
-    """Reject an update that no round expects. The running task of a selected device is not cancelled."""
     ack = AckUpdate(input.device, input.update, False, reason)
     cancellation = () if _is_update_expected(state, input.device) else (CancelTask(input.device),)
     return Decision(arriving_update, (), (ack, *cancellation))

@@ -1,4 +1,4 @@
-"""Rollouts of releases: events, state and decisions. Pure.
+"""Rollouts of releases: events, state and pure decisions.
 
 A rollout offers its release to a few devices first, the canary, and to the next share of the fleet once the devices
 before have committed. The event log is the whole state, so that a rollout continues after a crash. The release of a
@@ -37,7 +37,6 @@ class RolloutPlan(wire.ReleaseContent, frozen=True, omit_defaults=True):
 
     @property
     def cumulative_shares(self) -> tuple[float, ...]:
-        """Cumulative share of the fleet after each step, beginning with the canary."""
         return (self.canary, *self.phases)
 
     @property
@@ -45,7 +44,6 @@ class RolloutPlan(wire.ReleaseContent, frozen=True, omit_defaults=True):
         return self.phases[-1] >= 1.0
 
     def require_valid(self) -> None:
-        """Raise JobError, with the fix, if the selection, the phases or the window are invalid."""
         labels.require_valid_selection(self.select)
         if not self.canary or not self.phases:
             raise JobError("a canary of 0 % or no phase after it: set for instance --phases 5% 100%")
@@ -84,7 +82,7 @@ class RolloutStarted(RolloutEvent, frozen=True):
 
 
 class ReleaseOffered(RolloutEvent, frozen=True):
-    """Offer of the release to devices in a step, where 0 is the canary."""
+    """Offer of the release to the devices of a step. Step 0 is the canary."""
 
     step: int
     devices: tuple[Name, ...]
@@ -106,18 +104,18 @@ class RolloutResumed(RolloutEvent, frozen=True):
 
 
 class PhasePassed(RolloutEvent, frozen=True):
-    """Success of a step. The `silent` devices had not reported its end."""
+    """Success of a step. The `silent` devices have not reported an outcome."""
 
     step: int
     silent: tuple[Name, ...] = ()
 
 
 class RolloutCompleted(RolloutEvent, frozen=True):
-    """Success of all steps. Devices that connect later still receive the release if the last phase is 100 %."""
+    """Success of all steps. If the last phase is 100 %, devices that connect later get the release too."""
 
 
 class RolloutReverted(RolloutEvent, frozen=True):
-    """Abort of a rollout under way, or roll-back of a completed one, by releases with this serial number."""
+    """Abort of a running rollout or roll-back of a completed one. The new releases have this `serial`."""
 
     serial: Count
     reason: Sentence = ""
@@ -313,7 +311,7 @@ def incompatible_devices(plan: RolloutPlan, profiles: Mapping[str, Profile]) -> 
 
 
 def format_incompatible_devices(reasons: Mapping[str, str], names_per_reason: int) -> str:
-    """Return devices by reason: "a, b and 6 more (reason)", with up to `names_per_reason` names for each reason."""
+    """Return text as "a, b and 6 more (reason)" for each reason, with `names_per_reason` names at most."""
     parts = []
     for reason in dict.fromkeys(reasons.values()):
         names = [name for name in reasons if reasons[name] == reason]
@@ -399,7 +397,7 @@ def select_step_devices(state: Rollout, fleet: Mapping[str, RolloutDevice]) -> t
 
 
 def find_blocking_devices(state: Rollout, fleet: Mapping[str, RolloutDevice], now_s: float) -> tuple[str, ...]:
-    """Return the pending devices that delay the open step, or none if no step is open.
+    """Return the pending devices that delay the open step, or () if no step is open.
 
     Until the first device has ended, all pending devices delay the step. Afterwards, each device delays the step for a
     limited time.
@@ -438,7 +436,6 @@ def earlier_wait_s(state: Rollout, device: str, online: bool) -> float:
 
 
 def rollout_restart_event(state: Rollout, since_s: float) -> RolloutResumed | None:
-    """Return the event of a coordinator restart, or None if no step is open."""
     if not state.is_step_open:
         return None
     limits = (state.silent_s, _wait_limit_s(state, False)), (state.present_s, _wait_limit_s(state, True))

@@ -1,4 +1,4 @@
-"""Eligibility of devices, and random selection of a round's cohort. Pure.
+"""Eligibility of devices, and random selection of a round's cohort, as pure functions.
 
 The reasons why a device cannot be selected are short codes for the event log. `reason_text` returns the sentence for a
 code. Unknown values exclude no device: a device without a battery or a temperature sensor is eligible.
@@ -112,7 +112,7 @@ def reason_key(code: str) -> str:
 
 
 def reason_text(code: str) -> str:
-    """Return the reason for an ineligibility code as text with the device as subject, or an unknown code itself."""
+    """Return the text for a code, with the device as subject, or the code itself if unknown."""
     key, _, rest = code.partition(" ")
     if key != "plugin" or not rest:
         return REASONS.get(code, code)
@@ -123,7 +123,6 @@ def reason_text(code: str) -> str:
 
 
 def _plugin_code(profile: Profile, requirements: JobRequirements) -> str | None:
-    """Return "plugin PACKAGE|REQUIRED|FOUND" for a missing or different package, or None."""
     for module, required in requirements.plugins:
         installed = profile.versions.get(f"plugin {module}", "")
         if installed != required:
@@ -202,7 +201,6 @@ class LastingDecline(msgspec.Struct, frozen=True):
     shortage: MemoryShortage | None = None
 
     def would_recur(self, round: int, actions: Collection[str], agent_start_key: str, shortage: MemoryShortage) -> bool:
-        """Return whether the device would decline a task of this round with these actions and requirements again."""
         kind = DECLINE_REASONS[self.code]
         if (agent_start_key != self.agent_start_key and self.code != UPDATE) or not self.actions.issubset(actions):
             return False
@@ -297,7 +295,6 @@ def rank_devices(draw: CohortDraw, eligible: Collection[str], count: int) -> lis
 
 
 def _create_key(draw: CohortDraw, median: float) -> Callable[[str], tuple[float, str]]:
-    """Return the sort key of devices in the draw: a pseudo-random number, weighted by cost, and the id."""
     salt = derive_seed("cohort", draw.seed, draw.round)
 
     def key(device: str) -> tuple[float, str]:

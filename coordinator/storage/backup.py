@@ -57,7 +57,7 @@ class BackupSummary(NamedTuple):
 
 
 def write_backup(store: Store, file: Path) -> BackupSummary:
-    """Write a backup into a new file. Raise JobError if the file exists, and StoreError if the home is damaged."""
+    """Write a backup into a new file. Raise JobError if the file exists, StoreError for a damaged home."""
     if file.exists():
         raise _file_exists_error(file)
     with (
@@ -84,7 +84,7 @@ def write_backup(store: Store, file: Path) -> BackupSummary:
 
 
 def _add_database_and_blobs(store: Store, archive: _BackupArchive, snapshot: Path) -> int:
-    """Add the database and all needed blobs, and return the number of blobs. Raise StoreError if one is lost."""
+    """Add the database and needed blobs. Return the number of blobs, or raise StoreError if one is lost."""
     # A coordinator may delete a blob during the backup, when a later event makes the blob superfluous. So missing blobs
     # are looked up in a later copy of the database, and a blob that this copy still needs is lost.
     missing: set[str] = set()
@@ -117,7 +117,7 @@ def _add_database_and_blobs(store: Store, archive: _BackupArchive, snapshot: Pat
 
 
 def _copy_database(store: Store, target: Path) -> set[str]:
-    """Copy the database to `target`, and return the blobs that its events need. Raise StoreError after damage."""
+    """Copy the database to `target`. Return the blobs that it needs, or raise StoreError if damaged."""
     if store.damage:
         raise StoreError(f"{store.home / DATABASE} is damaged ({store.damage}): restore an earlier backup")
     os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
@@ -138,7 +138,6 @@ def _copy_database(store: Store, target: Path) -> set[str]:
 
 
 def _lock_home_and_list_agent_files(store: Store) -> list[Path]:
-    """Return the files of simulated devices with unfinished runs, and lock the home if there are any."""
     rows = [row for row in store.readable_jobs() if isinstance(row, StoredJob) and row.status not in ("done", "failed")]
     folders = [store.home / "agents" / row.id for row in rows if (store.home / "agents" / row.id).is_dir()]
     if not folders:
@@ -202,7 +201,7 @@ class _HashingReader:
 
 @contextmanager
 def _open_part_file(file: Path) -> Iterator[int]:
-    """Open and lock an empty FILE.part, removed after an error. Raise JobError if locked or if FILE exists."""
+    """Open and lock an empty FILE.part, or raise JobError. After an error in the body, remove the file."""
     path = f"{file}.part"
     part = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -249,7 +248,6 @@ def restore_backup(file: Path, home: Path) -> BackupSummary:
 
 
 def _extract_and_verify_backup(file: Path, folder: Path) -> BackupManifest:
-    """Extract a backup into a folder, and return its manifest. Raise StoreError if a file is damaged or unexpected."""
     files: dict[str, tuple[int, str]] = {}
     with open(file, "rb") as raw:
         try:
@@ -296,7 +294,6 @@ def _unexpected_file_text(file: Path, name: str) -> str:
 
 
 def _write_private_file(source: IO[bytes], path: Path) -> tuple[int, str]:
-    """Write a new file that only its owner may read, and return its bytes and SHA-256."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     reader, size = _HashingReader(source), 0
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:

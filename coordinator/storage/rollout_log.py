@@ -90,7 +90,7 @@ class RolloutLog:
             return self._load_rollouts_and_errors()[1]
 
     def find_rollout(self, rollout: str = "") -> StoredRollout:
-        """Return the latest rollout with this id or version, or of this run's model, or the latest of all for ""."""
+        """Return the latest rollout with this id, version or run, or the latest of all for ""."""
         rollouts = self.readable_rollouts()
         if rollout and (error := self.read_errors().get(rollout)):
             raise StoreError(str(error))

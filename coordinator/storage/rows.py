@@ -34,7 +34,7 @@ def checksum(*values: str | float | bytes) -> bytes:
 
 
 class IndexedLog(msgspec.Struct):
-    """Index of a job's log up to one event. Later events are read even after a damaged event."""
+    """Index of a job's log up to the event `seq`. A damaged event does not hide later events."""
 
     seq: int = 0  # sequence number of the last event, or 0 without events
     head: bytes = NO_CHECKSUM  # checksum of the last event
@@ -51,12 +51,11 @@ class IndexedLog(msgspec.Struct):
 
     @property
     def needed_blobs(self) -> set[str]:
-        """SHA-256 of the blobs that the job needs in addition to its bundle."""
         update_blobs = {sha256 for blobs in self.updates.values() for sha256 in blobs}
         return update_blobs | {self.state, self.best, self.sum, *self.earlier_states} - {""}
 
     def add_rows(self, job: str, rows: Iterable[tuple[int, Any, Any, bytes, int]]) -> None:
-        """Add rows of later events: sequence, wall-clock seconds, JSON, checksum and bytes of each."""
+        """Add later events as rows (sequence number, wall-clock seconds, JSON, checksum, bytes)."""
         for seq, time_s, body, sum, size in rows:
             self.is_intact = self.is_intact and sum == checksum(self.head, job, time_s, body)
             self.add_event(seq, time_s, body, sum, size)
@@ -102,7 +101,7 @@ class LogIndex:
             log.add_event(seq, time_s, body, sum, len(body.encode()))
 
     def read_log(self, job: str, head: bytes) -> IndexedLog:
-        """Return the present index of a job's log, whose last checksum is `head`."""
+        """Return the present index of a job's log. `head` is the checksum of the log's last event."""
         log = self._logs.get(job)
         try:
             if log is None or (log.head != head and not has_event(self._db, job, log.seq, log.head)):
@@ -196,7 +195,7 @@ def is_served(home: Path, disk: Disk = PRIVATE) -> bool:
 
 @contextmanager
 def transaction(db: sqlite3.Connection, kind: str = "immediate") -> Iterator[None]:
-    """Run the body in one transaction of this lock mode of SQLite, rolled back after an error."""
+    """Run the body in a transaction with SQLite's lock mode `kind`. After an error, roll back."""
     db.execute(f"begin {kind}")
     try:
         yield
@@ -243,7 +242,7 @@ class UnreadableRow(NamedTuple):
 
 
 class JobRow(NamedTuple):
-    """Row of a job or a rollout. A rollout has its plan in `settings` and its request in `status`."""
+    """Row of a job or a rollout. For a rollout, `settings` is the plan and `status` the user's request."""
 
     id: str
     settings: str  # JSON
@@ -269,7 +268,7 @@ def current_user() -> str:
 
 
 def encode_lossless(id: str, event: msgspec.Struct, decode: Callable[[str], object] = decoded) -> str:
-    """Return a struct as JSON that `decode` converts back to an equal value. Raise JobError if this is not possible."""
+    """Return a struct as JSON. Raise JobError unless `decode` converts the JSON back to an equal value."""
     kind = type(event).__name__
     try:
         body = msgspec.json.encode(event).decode()
@@ -282,7 +281,7 @@ def encode_lossless(id: str, event: msgspec.Struct, decode: Callable[[str], obje
 
 
 class RowStore:
-    """Rows and events of all jobs in a database, or of all rollouts, by `table`.
+    """Rows and events of all jobs in a database or, in another `table`, of all rollouts.
 
     Every method raises sqlite3.Error if the database cannot be read or written, and DamagedRunError if the rows of the
     job are damaged.
@@ -397,7 +396,7 @@ class RowStore:
         return [(seq, time_s, body) for seq, time_s, body, _ in rows]
 
     def checksum_at(self, id: str, seq: int) -> Any:
-        """Return the stored checksum of the last event of a job up to a sequence number, damaged or not."""
+        """Return the stored checksum of the last event up to `seq`, even if the event is damaged."""
         query = f"select sum from {self._events_table} where job = ? and seq <= ? order by seq desc limit 1"  # noqa: S608
         row = self._db.execute(query, (id, seq)).fetchone()
         return row[0] if row else NO_CHECKSUM

@@ -76,12 +76,11 @@ class SnapshotStore:
         self._warned_jobs: set[str] = set()  # jobs whose unusable snapshot was logged
 
     def read_log(self, job: str) -> IndexedLog | None:
-        """Return the index of a job's log up to a valid snapshot, or None."""
+        """Return the index of a job's log up to its snapshot, or None without a valid snapshot."""
         snapshot = self._read_snapshot(job)
         return None if snapshot is None else snapshot[0]
 
     def _read_snapshot(self, job: str) -> tuple[IndexedLog, bytes] | None:
-        """Return a valid snapshot's log index and encoded state, or None after a warning."""
         row = self._db.execute("select version, log, body, sum from snapshots where job = ?", (job,)).fetchone()
         if row is None:
             return None
@@ -105,7 +104,10 @@ class SnapshotStore:
             logger.warning(text, job, self._home, reason, extra=log_ids(run=job))
 
     def load_state(self, job: str, constants: JobConstants, now_s: float) -> tuple[Snapshot, int]:
-        """Return a job's latest valid snapshot and the number of its last event, or the snapshot of a new job and 0."""
+        """Return a job's latest valid snapshot and the number of its last event.
+
+        Without a snapshot, return that of a new job and 0.
+        """
         with database_errors(self._home):
             log, body = self._read_snapshot(job) or (IndexedLog(), b"")
         if not body:  # no snapshot, or a job that is done

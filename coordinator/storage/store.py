@@ -75,7 +75,7 @@ def _make_tables(db: sqlite3.Connection) -> None:
 
 
 def find_damage(db: sqlite3.Connection, limit_s: float = INTEGRITY_CHECK_S) -> str:
-    """Return the damage that SQLite finds within `limit_s`, or "" if it finds none. A wrong index is rebuilt."""
+    """Return the damage that SQLite finds within `limit_s`, or "". A damaged index is rebuilt."""
     errors = _find_integrity_errors(db, limit_s)
     if errors and all(any(kind in line for kind in _INDEX_ERRORS) for line in errors):
         db.execute("reindex")
@@ -115,7 +115,7 @@ class InactiveRunError(JobError):
 
 
 class StoredJob(NamedTuple):
-    """Job as stored: ARMED, UNAPPROVED, queued, running, done, failed, stopped or, by request, "stopping"."""
+    """Job as stored. `status` is queued, running, stopping, done, failed, stopped, ARMED or UNAPPROVED."""
 
     id: str
     job: JobSettings
@@ -215,7 +215,6 @@ class Store:
             return self._read_epoch()
 
     def _read_epoch(self) -> int:
-        """Return the stored epoch or, if damaged, the latest epoch of a job."""
         epoch = self._rows.read_counter("epoch")
         if epoch is None:
             log.warning(
@@ -307,7 +306,7 @@ class Store:
         raise StoreError(f"no run {id_or_name!r} in {self.home}{toml.describe_choices(id_or_name, names_and_ids)}")
 
     def delete_runs(self, ids: Collection[str], only_ended: bool = False) -> list[str]:
-        """Delete runs and their events in one transaction, without their blobs. Return the ids of the deleted runs.
+        """Delete runs and their events, but no blobs, in one transaction. Return the ids of the deleted runs.
 
         With `only_ended`, runs that have not ended are kept. Raise JobError for active runs of another process.
         """
@@ -381,7 +380,6 @@ class Store:
             return [*self._rows.find_damaged_jobs(), *self.rollouts.read_errors()]
 
     def read_logs(self) -> dict[str, IndexedLog]:
-        """Return the index of every job's log. The result must not be changed."""
         with database_errors(self.home):
             return self._rows.read_logs()
 
@@ -463,7 +461,7 @@ class Store:
         return event.status
 
     def read_events(self, id: str, after: int = 0, max_events: int = -1) -> Iterator[tuple[int, float, AnyEvent]]:
-        """Yield (sequence number, wall-clock seconds, event), oldest first. Raise JobError if one is unreadable."""
+        """Yield (sequence number, wall-clock seconds, event), oldest first, or raise JobError if unreadable."""
         with database_errors(self.home):
             rows = self._rows.read_events(id, after, max_events)
         for seq, time_s, body in rows:

@@ -81,7 +81,7 @@ def _is_header_intact(head: bytes) -> bool:
 
 
 def _checksum(payload: bytes, seed: bytes, byte_order: str) -> bytes:
-    """Return SQLite's checksum of words in the log's byte order, continued from `seed`, in big-endian order."""
+    """Return SQLite's checksum of log bytes, as 8 big-endian bytes. `seed` is the previous checksum."""
     first, second = struct.unpack(">II", seed)
     words = iter(struct.unpack(f"{byte_order}{len(payload) // 4}I", payload))
     for first_word, second_word in zip(words, words, strict=True):

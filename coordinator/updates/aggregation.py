@@ -54,7 +54,7 @@ OUTLIER_LOSS_FACTOR: Final = 1000.0  # a note names devices whose loss exceeds t
 
 
 def aggregate_evaluations(updates: Collection[Update]) -> EvaluationSums | None:
-    """Return the sum of the evaluations with the task and outputs of most devices, or None without evaluations."""
+    """Return the sum of the evaluations, or None without any. Evaluations unlike the majority are ignored."""
     return evaluation.add_evaluations(sums for _, sums in _select_consistent_evaluations(updates))
 
 
@@ -79,7 +79,6 @@ def explain_evaluation(updates: Collection[Update]) -> list[str]:
 
 
 def _select_consistent_evaluations(updates: Collection[Update]) -> list[tuple[str, EvaluationSums]]:
-    """Return (device, sums) of the evaluations with the most frequent task and number of outputs."""
     evaluations = [
         (update.device, update.evaluation) for update in updates if update.evaluation and update.evaluation.examples
     ]
@@ -132,7 +131,7 @@ def _weighted_mean(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def explain_unchanged_loss(losses: Mapping[int, float], lr: object) -> str | None:
-    """Return the probable cause of a constant loss, or None unless there are exactly UNCHANGED_ROUNDS losses."""
+    """Return the probable cause of a constant loss after exactly UNCHANGED_ROUNDS losses, or else None."""
     first_losses = [losses[number] for number in range(UNCHANGED_ROUNDS) if number in losses]
     if len(losses) != UNCHANGED_ROUNDS or len(first_losses) != UNCHANGED_ROUNDS or max(first_losses) < LEARNT_LOSS:
         return None
@@ -146,7 +145,7 @@ def explain_unchanged_loss(losses: Mapping[int, float], lr: object) -> str | Non
 
 
 def describe_early_end(method: Method, name: str, rounds: int, round: int) -> str | None:
-    """Return a note after the last round if the method has an end of its own, or else None."""
+    """Return a note if this is the last round and a method that ends by itself has not finished, or None."""
     if method.is_done is Method.is_done or round + 1 < rounds:
         return None
     return f"{name} has not finished after the job's {rounds} rounds, and the result is preliminary: raise rounds"
@@ -156,7 +155,7 @@ FoldInputs = tuple[float, Mapping[str, float], Mapping[str, BlobRef]]  # weight,
 
 
 class PartialAggregate:
-    """Updates of a round folded so far. With `any_order`, they may be folded in any order."""
+    """Updates of a round folded so far. Without `any_order`, they are folded in the order of device ids."""
 
     def __init__(self, any_order: bool = False) -> None:
         self._any_order = any_order
@@ -183,7 +182,7 @@ class PartialAggregate:
         self._folded_inputs[device], self.total = inputs, total
 
     def add_pending_sum(self, inputs: Mapping[str, FoldInputs], total: Callable[[], Any]) -> None:
-        """Add a sum that a simulation process computes. `total()` may return None to fold singly."""
+        """Add a sum that another process computes. `total()` waits for the sum, or returns None if it failed."""
         self._pending_sums.append((dict(inputs), total))
 
     def merge_pending_sums(self, updates: Mapping[str, Update]) -> None:
@@ -224,7 +223,7 @@ class PartialAggregate:
         )
 
     def remaining_devices(self, updates: Mapping[str, Update]) -> list[str]:
-        """Return the devices left to fold, sorted. Reset an aggregate with an update that is not in `updates` first."""
+        """Return the devices left to fold, sorted. All folded updates must be in `updates`."""
         if not self.is_part_of(updates):
             self.reset()
         return [device for device in sorted(updates) if device not in self._folded_inputs]
@@ -257,7 +256,7 @@ BaseTensors = Callable[[str], Tensors | None]
 
 
 class Aggregator:
-    """Aggregation of one round. With `large`, set by the first large update, exact aggregates stay on disk.
+    """Aggregation of one round. After the first large update, exact aggregates stay on disk (`large`).
 
     `rebase` returns an update of an earlier state as an update of the state at the start of the round.
     """
@@ -287,7 +286,7 @@ class Aggregator:
     def decode_update(
         self, update: Update, job_state: JobState, find_base: BaseTensors, bounds: validation.ClaimBounds
     ) -> Update:
-        """Decode, check and store an update, fold the update if it is due in order, and return the update as stored.
+        """Decode, check and store an update, and fold it if its turn has come. Return the update as stored.
 
         Raise UpdateError if the update is invalid, and StoreError or LostUpdateError if a blob cannot be stored or
         read.
@@ -318,7 +317,7 @@ class Aggregator:
         return update
 
     def can_fold_early(self, job_state: JobState, round: int, device: str) -> bool:
-        """Return whether a raw update of a device at work may be folded before the device announces the update."""
+        """Return whether a raw update of a device at work may be folded before the device announces it."""
         return (
             round == job_state.round
             and not job_state.is_buffered  # the update may belong to a later round
@@ -329,9 +328,10 @@ class Aggregator:
         )
 
     def fold_early(self, update: DeviceUpdate, bundles: Mapping[str, BlobRef]) -> None:
-        """Fold an expected update early, while other devices are still at work.
+        """Fold an update before its announcement, while other devices are still at work.
 
-        The update counts only after the device announces the same content. Errors are ignored here and raised then.
+        The update counts only if the announced update has the same content. Errors are ignored, because the announced
+        update raises them again.
         """
         with contextlib.suppress(Exception):
             for bundle in update.bundles.values():
@@ -340,7 +340,7 @@ class Aggregator:
             self._partial_aggregate.include_update(update.device, (update.weight, update.metrics, bundles), total)
 
     def state_path_for_folding(self, job_state: JobState) -> str | None:
-        """Return the state file for folding of small raw updates in other processes, or None to forbid it."""
+        """Return the path of the state with which other processes can fold updates, or None if they may not."""
         is_raw_training = self._job.wire.codec == "raw" and "work" in job_state.task_actions
         if not self._is_exact or not is_raw_training or job_state.is_evaluation_round or job_state.is_buffered:
             return None
@@ -350,7 +350,7 @@ class Aggregator:
     def fold_aggregate_early(
         self, job_state: JobState, round: int, inputs: Mapping[str, FoldInputs], wait_for_packed: Callable[[], bytes]
     ) -> None:
-        """Add a packed partial aggregate of updates, if all its devices are at work on this round.
+        """Add a partial aggregate of another process, if all its devices are at work on this round.
 
         The aggregate counts only after all its updates were accepted with the same content. `wait_for_packed` is called
         at the end of the round, waits for the aggregate, and returns b"" if there is none.
@@ -373,7 +373,7 @@ class Aggregator:
             self._cached_updates[update.device] = (update, decoded)
 
     def decode_large_update(self, update: Update, find_base: BaseTensors, bounds: validation.ClaimBounds) -> Update:
-        """Decode, check and store an update with its tensors on disk, without folding. Raise UpdateError if invalid."""
+        """Decode, check and store an update with its tensors on disk, or raise UpdateError. Do not fold it."""
         with validation.name_device_in_errors(update.device):
             decoded = self._open_update(update)
             for bundle in decoded.bundles.values():
@@ -408,7 +408,7 @@ class Aggregator:
         return cached[2]
 
     def fold_next(self, job_state: JobState, stored_at: float) -> UpdatesAggregated | None:
-        """Fold at most one update. Return the event of a newly stored partial aggregate, or None.
+        """Fold at most one update. Return an event if the partial aggregate was stored, or None.
 
         The aggregate is stored once the blobs of its new updates have `stored_at` times its own size. Other updates are
         left to later calls, so that the loop can admit another update for each folded one.
@@ -428,7 +428,6 @@ class Aggregator:
         )
 
     def _is_worth_storing(self, job_state: JobState, stored_at: float) -> bool:
-        """Return whether devices are still at work, and the exact aggregate has enough new updates to be stored."""
         if not self._is_exact or not job_state.pending_devices:
             return False
         folded_updates = [
@@ -456,7 +455,7 @@ class Aggregator:
         return not self._is_exact and bool(job_state.sites_by_device)
 
     def _fold_in_device_order(self, updates: Mapping[str, Update]) -> Any:
-        """Fold all updates in the order of device ids, with each site's update split into those of its devices."""
+        """Fold all updates in the order of device ids. A site's update is split into those of its devices."""
         loaders: dict[str, Callable[[], DeviceUpdate]] = {}
         for device, update in updates.items():
             if update.site_devices:
@@ -474,7 +473,7 @@ class Aggregator:
         return {} if self._are_devices_interleaved(job_state) else foldable_updates(job_state, self._is_exact)
 
     def _fold_pending(self, job_state: JobState, max_updates: int | None = None) -> None:
-        """Fold up to `max_updates` updates. If the running aggregate is unusable, continue from the stored one."""
+        """Fold up to `max_updates` updates. An unusable running aggregate is replaced by the stored one."""
         updates = self._foldable_updates(job_state)
         self._partial_aggregate.merge_pending_sums(updates)
         if not self._partial_aggregate.is_part_of(updates) or not len(self._partial_aggregate):
@@ -529,7 +528,6 @@ class Aggregator:
         return replace(update, bundles=compression.decode_update(self._job.wire, update.bundles, find_base))
 
     def _with_site_devices(self, update: Update, decoded: DeviceUpdate, bounds: validation.ClaimBounds) -> Update:
-        """Return the update, with the ids of a site's devices. Raise UpdateError if the site has no right to them."""
         if not has_site_bundles(decoded.bundles):
             return update
         parts = sites.parts_of_site(decoded)
@@ -537,7 +535,6 @@ class Aggregator:
         return msgspec.structs.replace(update, site_devices=tuple(part.device for part in parts))
 
     def _store_decoded(self, update: Update, decoded: DeviceUpdate) -> Update:
-        """Store an update's decoded bundles and return it with their references. Raw and site updates do not change."""
         if self._job.wire.codec == "raw" or has_site_bundles(update.bundles):
             return update
         refs = {

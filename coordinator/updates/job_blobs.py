@@ -81,7 +81,7 @@ class UnreadableError(StoreError):
 
 @contextmanager
 def convert_read_errors(subject: str, replaceable_blob: str = "", location: str = _HOME) -> Iterator[None]:
-    """Convert a StoreError in the context into an UnreadableError about `subject`. NoStateError is not converted."""
+    """Convert a StoreError in the context into an UnreadableError about `subject`, except NoStateError."""
     try:
         yield
     except (tensors.NoStateError, UnreadableError):
@@ -176,7 +176,6 @@ def load_partial_aggregate(blob_store: BlobStore, event: UpdatesAggregated, kind
 
 
 def _load_object(blob_store: BlobStore, ref: BlobRef, kind: type[T], read_large: Callable[[str], T]) -> T | None:
-    """Return a stored object of class `kind`, read by `read_large` if large, or None if lost."""
     if ref.size > WHOLE_BYTES:
         path = blob_store.verified_path(ref.sha256)
         return None if path is None else read_large(path)
@@ -203,13 +202,13 @@ def convert_bundle_read_errors(run: str, folder: Path) -> AbstractContextManager
 
 
 def open_bundle(run: str, folder: Path, content: str, blob_store: BlobStore) -> Bundle:
-    """Return a bundle with meta data of sha256 `content`. Files are read on first use."""
+    """Return the bundle in `folder`, or raise JobError if `content` is not its `hash_content`."""
     with convert_bundle_read_errors(run, folder):
         return job_bundle.load_bundle(folder, blob_store.disk, content)
 
 
 def restore_bundle_files(run: str, blob_store: BlobStore, folder: Path, files: Mapping[str, BlobRef]) -> None:
-    """Copy the files of a run's bundle that are missing or damaged in the blob store from the bundle's folder."""
+    """Copy files of a run's bundle to the blob store, if missing or damaged there."""
     for name, ref in files.items():
         if not blob_store.has_blob(ref):
             with convert_bundle_read_errors(run, folder):
@@ -221,10 +220,10 @@ def restore_bundle_files(run: str, blob_store: BlobStore, folder: Path, files: M
 
 
 def base_tensors(blob_store: BlobStore, update: Update, sent_blobs: Set[str], name: str) -> Tensors | None:
-    """Return the float32 tensors that a bundle's differences are relative to, or None for a full bundle.
+    """Return the float32 tensors to which a bundle's differences are relative, or None for a full bundle.
 
-    Each tensor is read when it is used. `sent_blobs` are the sha256 of the blobs that the running round has sent. Raise
-    UpdateError for any other base.
+    Each tensor is read when it is used. Raise UpdateError unless the tensors are in `sent_blobs`, the sha256 of the
+    blobs that the running round has sent.
     """
     sha256 = update.bases.get(name)
     if sha256 is None:

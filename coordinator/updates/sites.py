@@ -100,7 +100,7 @@ def aggregate_from_bundle(bundle: Tensors, kind: type) -> Any:
 
 
 class _SiteBundle(Mapping[str, np.ndarray]):
-    """Bundle of one device: the tensors of a site's update with the device's name prefix, without this prefix."""
+    """Bundle of one device within a site's bundle, whose tensors have the device's prefix in their names."""
 
     __slots__ = ("_names", "_prefix", "_tensors")
 
@@ -134,7 +134,7 @@ def bundle_updates(updates: Sequence[DeviceUpdate]) -> Iterator[tuple[str, dict[
 
 
 def parts_of_site(update: DeviceUpdate) -> list[SiteUpdatePart]:
-    """Return the parts of a site's update by device. Raise UpdateError for repeated names and infinite weights."""
+    """Return the parts of a site's update, sorted by device, or raise UpdateError if one is invalid."""
     devices, parts = set[str](), []
     for bundle in update.bundles.values():
         for part in _decode_parts(bundle):
@@ -150,7 +150,7 @@ def parts_of_site(update: DeviceUpdate) -> list[SiteUpdatePart]:
 
 
 def split_site_update(update: DeviceUpdate) -> list[DeviceUpdate]:
-    """Return the updates inside a site's update, with lazily read tensors.
+    """Return the devices' updates in a site's update. Tensors are read when they are used.
 
     Raises:
         UpdateError: If a bundle belongs to none of the updates, or if their weights do not add up to the site's.
@@ -168,7 +168,7 @@ def split_site_update(update: DeviceUpdate) -> list[DeviceUpdate]:
 
 
 def _split_bundle(round: int, bundle: Tensors) -> list[DeviceUpdate]:
-    """Return the updates inside one bundle of a site's update. Raise UpdateError for a tensor of no device."""
+    """Return the devices' updates in a bundle, or raise UpdateError if a tensor belongs to no device."""
     parts = _decode_parts(bundle)
     names: dict[str, list[str]] = {
         f"{part_index}/{bundle_index}/": []
@@ -239,7 +239,6 @@ def adapt_for_sites(method: Method, job: JobSettings, files: Mapping[str, BlobRe
 def _wrap_send(
     send_task_spec: Callable[..., Any], params: Mapping[str, Any], files: Mapping[str, BlobRef]
 ) -> Callable[[Any, DeviceView], TaskSpec | None]:
-    """Return a function that sends sites the state and the job, and other devices their usual task."""
     cached: list[tuple[Any, dict[str, Tensors | BlobRef]]] = []  # latest state and its bundles
 
     def send(state: Any, view: DeviceView) -> TaskSpec | None:
@@ -254,7 +253,6 @@ def _wrap_send(
 
 
 def _bundles_from_state(state: Any, files: Mapping[str, BlobRef]) -> dict[str, Tensors | BlobRef]:
-    """Return the state as a bundle, with references to the files of the job's bundle that the state uses."""
     arrays, skeleton = tensors.split_state(state)
     files_by_name = {f"{FILE}{name}": ref for name, ref in files.items() if ref.sha256 in skeleton["state"]}
     return {STATE: {"packed": np.frombuffer(tensors.encode_tensors(arrays, skeleton), np.uint8)}, **files_by_name}
@@ -279,7 +277,6 @@ def _accept_site_updates(aggregation: Aggregation) -> Aggregation:
         )
 
     def check_aggregate(state: Any, update: DeviceUpdate) -> Any:
-        """Return the site's partial aggregate. Raise UpdateError if it is invalid or this round takes no aggregates."""
         kind = site_aggregate_type(aggregation, state)
         if kind is None or aggregation.check_sums is None:
             raise UpdateError(f"{update.device} sent a partial aggregate, but this job requires single updates")
@@ -358,7 +355,6 @@ def adapt_for_parent(method: Method, job: JobSettings, files: Mapping[str, BlobR
 
 
 def _site_functions(functions: MethodFunctions, parent_state: Callable[[SiteJobState], Any]) -> dict[str, Any]:
-    """Return the `send`, `aggregation` and `step` of a site from those of the parent's method."""
     parent_aggregation = functions.aggregation
 
     def accumulator(state: SiteJobState) -> type | None:

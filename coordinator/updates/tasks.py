@@ -19,7 +19,7 @@ DEFAULT_HELD_OUT_SHARE: Final = 0.2
 
 
 def held_out_share(data: Mapping[str, Any] | None) -> float:
-    """Return the `held` share of a job's [data] table, or DEFAULT_HELD_OUT_SHARE if it is missing or invalid."""
+    """Return `held` of a job's [data] table, or DEFAULT_HELD_OUT_SHARE if missing or invalid."""
     share = (data or {}).get("held")
     return float(share) if isinstance(share, int | float) and 0 <= share < 1 else DEFAULT_HELD_OUT_SHARE
 
@@ -36,7 +36,7 @@ class TaskSpecCache:
     def task_spec_for_device(
         self, send: Callable[[Any, DeviceView], TaskSpec | None], state: Any, view: DeviceView, *, common: bool
     ) -> TaskSpec | None:
-        """Return the method's task spec or None. With `common`, sites share one spec, and devices share another."""
+        """Return the method's task spec or None. With `common`, sites share one spec and devices another."""
         if not common:
             return send(state, view)
         is_site = view.profile is not None and view.profile.site_device_count > 0
@@ -60,12 +60,12 @@ class TaskSpecCache:
     def reuse_or_build_task(
         self, task_spec: TaskSpec, shared_values: Hashable, make: Callable[[], Task], **device_values: Any
     ) -> Task:
-        """Return the task. Copy the latest one if the task spec is the same object and `shared_values` is equal.
+        """Return a device's task, as a copy of the latest task if that has equal `shared_values`.
 
         Args:
-            task_spec: The task spec of a device.
-            shared_values: The values that determine all shared fields of the task, and the time, since a task's blobs
-                may be deleted later.
+            task_spec: The task spec of the device. Only a spec that devices share can be reused.
+            shared_values: The values that determine all shared fields of the task. They include the time, because the
+                blobs of an old task may be deleted.
             make: The function that builds the task.
             device_values: The fields that differ between devices.
         """
@@ -112,7 +112,6 @@ def predict_work(
 
 
 def with_epochs(task_spec: TaskSpec | None, epochs: int | None) -> TaskSpec | None:
-    """Return the task spec with another number of epochs and its work, or unchanged if `epochs` is None."""
     if task_spec is None or epochs is None:
         return task_spec
     work = cost_model.repeat_work(task_spec.work, epochs / task_spec.params["epochs"])

@@ -62,7 +62,7 @@ M = TypeVar("M", bound=Struct)
 
 
 class ClaimBounds(NamedTuple):
-    """Limits on the claims of a device, known when its update arrives."""
+    """Limits on the claims in a device's update."""
 
     workload: DeviceWorkload = DeviceWorkload()
     limit_s: float = math.inf  # longest possible duration of the task
@@ -150,7 +150,7 @@ def limit_claims(update: Update, bounds: ClaimBounds) -> tuple[Update, str]:
 
 
 def require_plausible(update: Update, bounds: ClaimBounds, *, work: bool) -> None:
-    """Raise UpdateError if the metrics, the evaluation or, with `work`, the weight of an update is implausible."""
+    """Raise UpdateError if metrics, evaluation or, with `work`, the weight of an update are implausible."""
     require_valid_metrics(update.metrics)
     covers_site_devices = has_site_bundles(update.bundles) or not work
     boards = bounds.site_right.most if bounds.site_right and covers_site_devices else 1
@@ -229,7 +229,6 @@ def _describe_excessive_weight(device: str, weight: float, max_weight: float) ->
 
 
 def _require_plausible_speed(update: Update, bounds: ClaimBounds) -> None:
-    """Raise UpdateError if the device cannot have processed as many examples as it claims. Unknown speeds pass."""
     workload, limit_s = bounds.workload, bounds.limit_s
     example_flops = workload.work.flops_per_example
     points = workload.profile.points if workload.profile else ()
@@ -258,7 +257,6 @@ def name_device_in_errors(device: str) -> Iterator[None]:
 
 
 def require_finite_state(state: Any, devices: tuple[str, ...]) -> None:
-    """Raise UpdateError if a new state contains numbers that are not finite."""
     for path, value in _iterate_floats(state, ""):
         is_finite = np.isfinite(value).all() if isinstance(value, np.ndarray | np.generic) else math.isfinite(value)
         if not is_finite:
@@ -335,7 +333,7 @@ class ManifestValidator:
         self._last_valid_manifest: object = None  # sizes and layouts of the latest valid update
 
     def manifest_problem(self, update: Update, boards: int = 0) -> str:
-        """Return why an update does not fit the round, or "". `boards` is the number of devices of a site, or 0."""
+        """Return why an update does not fit the round, or "". `boards` counts a site's devices, or is 0."""
         manifest = {name: ref.size for name, ref in update.bundles.items()}, update.layouts
         if manifest == self._last_valid_manifest:
             return ""

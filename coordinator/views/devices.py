@@ -53,7 +53,7 @@ def load_devices(home: Path, now: float | None = None) -> list[DeviceRow]:
 
 
 def describe_outage(home: Path, now: float) -> str:
-    """Return "its broker, unreachable for 5 min", to follow "waits for", or "" without an outage."""
+    """Return text to follow "waits for", as "its broker, unreachable for 5 min", or "" without an outage."""
     with TelemetryStore(home) as store:
         since = store.broker_outage_start()
     return "" if since is None else f"its broker, unreachable for {units.format_duration(now - since)}"
@@ -80,7 +80,7 @@ def matching_states(device: DeviceRow) -> set[str]:
 def format_devices(
     devices: Sequence[DeviceRow], now: float, *, is_served: bool = True, outage: str = "", width: int | None = None
 ) -> list[str]:
-    """Return the fleet as lines: a count, then each device with its description and last decline."""
+    """Return the fleet as lines: the number of devices, then each device with its state and last decline."""
     width = console_table.line_width() if width is None else width
     lines = [_format_counts(devices)]
     if not is_served:

@@ -51,7 +51,7 @@ def format_status(summary: RunSummary, state: JobState) -> list[str]:
 
 
 def is_evaluation_due(state: JobState) -> bool:
-    """Return whether devices must evaluate the present state: at every `check_every` rounds and at the end."""
+    """Return whether devices must evaluate the present state, every `check_every` rounds and at the end."""
     interval = 0 if state.constants.check_beside else state.constants.check_every
     return bool(interval) and (state.is_work_done or state.completed_rounds % interval == 0)
 
@@ -93,7 +93,7 @@ def format_round(summary: RoundSummary, rounds: int, score: str, width: int) -> 
 
 
 def format_event(previous_summary: RunSummary, event: events.AnyEvent, new_summary: RunSummary) -> list[str]:
-    """Return an event as text, with the devices and costs of a committed round."""
+    """Return an event as lines. Those of a committed round include its devices and costs."""
     is_final = is_of_final_evaluation(new_summary.state, event)
     if isinstance(event, events.RoundCommitted):
         return _describe_commit(
@@ -107,7 +107,7 @@ def format_event(previous_summary: RunSummary, event: events.AnyEvent, new_summa
 
 
 def format_single_event(event: events.AnyEvent, is_final_evaluation: bool = False) -> list[str]:
-    """Return an event as text, without devices and costs. With `is_final_evaluation`, name the final evaluation."""
+    """Return an event as lines, without devices and costs. A final evaluation has no round number."""
     if isinstance(event, events.RoundCommitted):
         return _describe_commit(event, is_final_evaluation, (), 0)
     return _describe_event(
@@ -179,7 +179,7 @@ def format_end(status: str, reason: str) -> list[str]:
 
 
 def _describe_retry(event: events.RoundRetried, previous_state: JobState) -> str:
-    """Return why the round had no quorum and what follows, as text behind the round's name."""
+    """Return why an attempt had no quorum and what follows, as text that follows the round's name."""
     silent_devices = sorted(previous_state.pending_devices)
     declining_devices = previous_state.decline_reasons.keys() - previous_state.devices_without_work
     update_count = len(previous_state.accepted_updates)
@@ -206,7 +206,6 @@ def _describe_retry(event: events.RoundRetried, previous_state: JobState) -> str
 def _describe_commit(
     event: events.RoundCommitted, is_final_evaluation: bool, updates: Sequence[Update], selected: int
 ) -> list[str]:
-    """Return the lines of a commit: updates, energy, metrics, the method's notes, the coordinator's warnings."""
     # devices evaluate the state of the previous round
     staleness = max((event.round - update.round for update in updates), default=0)
     counts = [f"{len(updates)} of {selected} devices{describe_staleness(staleness, 'up to ')}"] if selected else []
@@ -305,7 +304,7 @@ def format_energy_summary(summary: RunSummary) -> list[str]:
 
 
 def summarise_run(row: StoredJob | UnreadableRow, store: Store, bytes_by_run: Mapping[str, int] = {}) -> dict[str, Any]:
-    """Return the values for a line of `fedquilt ls`. "problem" is the reason why the run is unreadable, or None."""
+    """Return the values of a run for `fedquilt ls`. "problem" is why it is unreadable, or None."""
     summary = None
     problem = row.reason if isinstance(row, UnreadableRow) else None
     if isinstance(row, StoredJob):

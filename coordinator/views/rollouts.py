@@ -119,7 +119,7 @@ def describe_rollout_wait(
 
 
 def describe_unmatched_labels(plan: rollout.RolloutPlan, context: RolloutContext) -> str:
-    """Return the missing labels as text to follow "waits for", or "" if some device has the rollout's labels."""
+    """Return text to follow "waits for" if no device has the labels of the rollout, or else ""."""
     if any(labels.is_selected(plan.select, status.labels) for status in context.statuses.values()):
         return ""
     if not context.statuses:

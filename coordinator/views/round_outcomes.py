@@ -177,7 +177,7 @@ def _set_outcomes(
     outcomes: Mapping[str, DeviceOutcome],
     replaced: Iterable[str] = (),
 ) -> None:
-    """Set the outcomes of a round, but keep those of selected devices that are not in `replaced`."""
+    """Set outcomes of a round. Those of selected devices change only if the device is in `replaced`."""
     round_outcomes, replaced_devices = by_round.setdefault(round, {}), set(replaced)
     for device, outcome in outcomes.items():
         if (
@@ -207,7 +207,10 @@ def _selection_outcomes(state: JobState, event: events.CohortSelected) -> Mappin
 
 
 def format_outcomes(outcomes: RoundOutcomes, round: int | None = None, device: str | None = None) -> list[str]:
-    """Return outcomes as text, grouped by rounds with equal outcomes. Raise JobError for an unknown round or device."""
+    """Return outcomes as lines. Raise JobError if `round` or `device` is unknown.
+
+    Successive rounds with equal outcomes are printed once.
+    """
     selected = filter_outcomes(outcomes.by_round, round, device)
     final_number = (
         None if outcomes.summary.final_evaluation_round is None else outcomes.summary.final_evaluation_round + 1
@@ -236,7 +239,10 @@ def _format_devices(devices: Mapping[str, DeviceOutcome], device: str | None) ->
 def filter_outcomes(
     by_round: Mapping[int, Mapping[str, DeviceOutcome]], round: int | None, device: str | None
 ) -> dict[int, dict[str, DeviceOutcome]]:
-    """Return the outcomes by round number from 1. Raise JobError if `round`, from 1, or `device` is unknown."""
+    """Return outcomes by round number, from 1. Raise JobError if `round` or `device` is unknown.
+
+    The argument `round` also counts from 1, but the keys of `by_round` from 0.
+    """
     by_number = {number + 1: dict(parts) for number, parts in sorted(by_round.items())}
     if round is not None and round not in by_number:
         available = f"{min(by_number)} to {max(by_number)}" if by_number else "none so far"

@@ -1,9 +1,9 @@
-"""Summary of a run and its costs, computed event by event, from which all views of a run derive.
+"""Summary of a run and its costs, computed event by event. All views of a run derive from it.
 
-The evaluation of a round is that of the state at its start, and costs what all earlier rounds have cost. Joules are
-gross (all energy used meanwhile) and net (above idle power). A sum covers the metered tasks, whose number is given too,
-and is None if nothing was measured. Errors are added up, because the errors of one meter are correlated: the sum is a
-bound. Rejected updates are in no sum.
+The evaluation in a round is that of the state at the round's start, and is shown with the costs of all earlier rounds.
+Joules are gross (all energy used meanwhile) and net (above idle power). A sum covers the metered tasks, whose number is
+given too, and is None if nothing was measured. Errors are added up, because the errors of one meter are correlated: the
+sum is a bound. Rejected updates are in no sum.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class CostLedger(msgspec.Struct, frozen=True):
 
     @property
     def whole_j(self) -> float | None:
-        """Gross joules of all tasks, or None if some task was not metered."""
         return self.energy_j if self.metered == self.tasks else None
 
     @property
@@ -123,7 +122,7 @@ def format_joules(value: float) -> str:
 
 
 def describe_source(meters: Collection[str]) -> str:
-    """Return " predicted" if a board's profile gives the joules, " partly predicted" if only some, else ""."""
+    """Return " predicted" if all joules are from a board's profile, " partly predicted" if some, else ""."""
     predicted = sum("profile " in meter for meter in meters)
     return "" if not predicted else " predicted" if predicted == len(meters) else " partly predicted"
 
@@ -224,7 +223,7 @@ class DeviceScore(NamedTuple):
 
 
 class RunSummary(msgspec.Struct, frozen=True):
-    """Immutable summary of a run up to one of its events: totals by round and by device, not by both.
+    """Immutable summary of a run up to one of its events, with totals by round and totals by device.
 
     The running round and its devices are not yet in `earlier_rounds` and `devices`: see `committed_rounds`,
     `round_costs` and `device_costs`.
@@ -284,7 +283,7 @@ class RunSummary(msgspec.Struct, frozen=True):
 
     @property
     def completed_rounds(self) -> int:
-        """Number of the job's committed rounds, without evaluation rounds and the final evaluation."""
+        """Number of committed rounds, without evaluation rounds and the final evaluation."""
         return sum(summary.is_work for summary in self.committed_rounds())
 
     def committed_rounds(self) -> list[RoundSummary]:
@@ -372,7 +371,7 @@ def summarise_events(job: JobSettings, logged_events: Iterable[tuple[int, float,
 
 
 def is_of_final_evaluation(state: JobState, event: events.AnyEvent) -> bool:
-    """Return whether an event belongs to the evaluation after the last round, and not to an evaluation round before it.
+    """Return whether an event belongs to the evaluation after the job's last round.
 
     `state` is the job state after the event.
     """
@@ -382,7 +381,7 @@ def is_of_final_evaluation(state: JobState, event: events.AnyEvent) -> bool:
 
 
 def progress_points(summary: RunSummary) -> list[ProgressPoint]:
-    """Return the progress before every committed round and after the last one, or [] before the first commit."""
+    """Return the progress before every committed round and after the last, or [] before the first commit."""
     points, point = list[ProgressPoint](), ProgressPoint(0, 0.0, 0.0, 0.0, 0, 0, 0.0)
     for round_summary in summary.committed_rounds():
         if not round_summary.is_evaluation_round:  # the next point includes the cost of an evaluation round
@@ -421,7 +420,7 @@ def energy_per_point_j(points: Sequence[ProgressPoint]) -> float | None:
 
 
 def split_round_time(round: int, round_time_s: float, durations: Sequence[tuple[float, float]]) -> TimeBreakdown:
-    """Return the use of time in a round.
+    """Return the mean times of a round's devices in computation, transfers and waits.
 
     `durations` has, for each device, the seconds from its selection to its update and the seconds of its task.
     """

@@ -81,7 +81,7 @@ def make_test_table(job: JobSettings) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def name_test_table() -> Iterator[None]:
-    """Name [test] in errors of reading a test set, where readers name [data]."""
+    """Replace [data] by [test] in the errors of readers in the body, which read the test set."""
     try:
         yield
     except DataError as error:

@@ -1,4 +1,4 @@
-"""Coordinator in a terminal, with the events of its jobs as output, or as log records."""
+"""Coordinator in a terminal. Events of its jobs are printed, or logged."""
 
 from __future__ import annotations
 
@@ -96,7 +96,6 @@ class ConnectionReporter:
         return self._connected is False
 
     def line_due(self, connected: bool, session: int) -> str | None:
-        """Return the line on a change of the connection since the last call, or None."""
         was_connected, self._connected = self._connected, connected
         previous_session, self._session = self._session, session
         if connected and (was_connected is False or previous_session not in (0, session)):
@@ -222,7 +221,7 @@ class Console:
     def report_waits(
         self, server: Server, status_of: Callable[[str], DeviceStatus | None] = lambda device: None
     ) -> None:
-        """Report the waits of active jobs that are due, and refresh the status block, at most every WAIT_CHECK_S."""
+        """Print the due waits of active jobs, and refresh the status block, at most once per WAIT_CHECK_S."""
         now_s, now = self._clock(), time.time()
         if now_s < self._last_wait_check_s + WAIT_CHECK_S:
             return self.refresh()
@@ -397,7 +396,7 @@ def format_date(at_s: float) -> str:
 
 
 def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False, verbose: bool = False) -> None:
-    """Print a run's events with their dates, optionally as JSON. With `follow`, wait until the run has ended.
+    """Print a run's events with dates, or as JSON. With `follow`, continue until the run has ended.
 
     Of a followed run only rounds are printed, unless `verbose`.
     """

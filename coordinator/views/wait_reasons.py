@@ -1,4 +1,4 @@
-"""Descriptions of why a run waits: for devices, broker, disk, approval or trigger."""
+"""Descriptions of what a run waits for: devices, broker, disk, approval or trigger."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WaitReason(NamedTuple):
 
 
 def other_runs_by_device(store: Store, run: str) -> dict[str, str]:
-    """Return the run that each device with a task works for, for all running runs except `run`."""
+    """Return by device the running run, other than `run`, for which it has a task."""
     run_by_device = dict[str, str]()
     for row in store.readable_jobs():
         if row.id != run and row.status == "running":
@@ -42,7 +42,7 @@ def other_runs_by_device(store: Store, run: str) -> dict[str, str]:
 
 
 def describe_wait(row: StoredJob, store: Store) -> str | None:
-    """Return the approval, trigger, disk, broker or devices that a run waits for, after "waits for", or None."""
+    """Return what a run waits for, as text to follow "waits for", or None if it does not wait."""
     if row.status == UNAPPROVED:
         return f"its owner: `fedquilt resume {row.id} --home {store.home}`"
     if row.status == ARMED:
@@ -197,7 +197,6 @@ def _find_selected_wait(
     now: float,
     deadline: float,
 ) -> WaitReason | None:
-    """Return the wait for the selected devices, grouped by why they do not work now, or None if all work."""
     lost_by_reason, working = dict[str, list[str]](), list[str]()  # by reason
     for device in sorted(state.pending_devices):
         if (reason := _lost_reason(device, usable_devices, busy_devices, status_of(device), now)) is None:
@@ -238,7 +237,6 @@ def _can_close_without(
     status_of: Callable[[str], DeviceStatus | None],
     lost: Collection[str],
 ) -> bool:
-    """Return whether all lost devices are offline and the other selected devices reach the quorum."""
     if any((status := status_of(device)) is None or status.online for device in lost):
         return False
     lost_devices = frozenset(lost)
@@ -259,7 +257,6 @@ def _lost_reason(
     status_of: DeviceStatus | None,
     now: float,
 ) -> str | None:
-    """Return why a selected device cannot work on its task now, or None if the device is able to."""
     if device in busy_devices:
         return "working for other jobs"
     if status_of is None:
@@ -275,7 +272,7 @@ def _lost_reason(
 def describe_busy_devices(
     state: JobState, usable_devices: Collection[str], busy_devices: Mapping[str, str]
 ) -> str | None:
-    """Return which runs have the devices that the round waits for, or None if it waits for another reason."""
+    """Return which runs use the devices that the round waits for, or None if they are not the reason."""
     if state.pending_devices:
         busy_pending = state.pending_devices & busy_devices.keys()
         missing_count = len(state.pending_devices - busy_devices.keys())

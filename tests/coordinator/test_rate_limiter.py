@@ -33,39 +33,39 @@ def said(conduct: RateLimiter, messages: int, now_s: float, device: str = "a") -
 def test_what_a_device_may_send_at_once_and_for_good():
     conduct, burst = RateLimiter(), round(BURST_S / MESSAGE_S)
     found = said(conduct, burst + 100, 0.0)
-    assert burst <= found["taken"] <= burst + 1
-    assert (found["slowed"], found["slowed"] + found["dropped"]) == (1, burst + 100 - found["taken"])
-    assert abs(said(conduct, 1000, 1.0)["taken"] - DEVICE_SHARE / MESSAGE_S) <= 2
+    assert burst <= found["processed"] <= burst + 1
+    assert (found["slowed"], found["slowed"] + found["dropped"]) == (1, burst + 100 - found["processed"])
+    assert abs(said(conduct, 1000, 1.0)["processed"] - DEVICE_SHARE / MESSAGE_S) <= 2
 
 
 def test_a_device_that_goes_on_is_set_aside_and_read_again_after_a_while():
     conduct = RateLimiter()
     found = said(conduct, round(BURST_S / MESSAGE_S) + MAX_DROPPED + 5000, 0.0)
-    assert found["aside"] == 1
+    assert found["blocked"] == 1
     assert said(conduct, 50, BLOCK_S - 1) == {"dropped": 50}
-    assert said(conduct, 50, BLOCK_S) == {"taken": 50}
+    assert said(conduct, 50, BLOCK_S) == {"processed": 50}
 
 
 def test_a_device_that_is_slowed_now_and_then_is_not_set_aside():
     conduct, burst = RateLimiter(), round(BURST_S / MESSAGE_S)
     for time in range(20):
         found = said(conduct, burst + MAX_DROPPED // 2, time * (CALM_S + BURST_S / DEVICE_SHARE))
-        assert "aside" not in found
+        assert "blocked" not in found
         assert found["slowed"] == 1
 
 
 def test_one_device_costs_another_nothing():
     conduct = RateLimiter()
     said(conduct, 100_000, 0.0)
-    assert said(conduct, 100, 0.0, "b") == {"taken": 100}
+    assert said(conduct, 100, 0.0, "b") == {"processed": 100}
 
 
 def test_other_work_for_a_device_counts_and_its_debt_is_bounded():
     conduct = RateLimiter()
     conduct.charge_time("a", 10 * BURST_S, 0.0)
     assert said(conduct, 1, 0.0) == {"slowed": 1}
-    assert said(conduct, 1, BURST_S / DEVICE_SHARE - 1) != {"taken": 1}
-    assert said(conduct, 1, BURST_S / DEVICE_SHARE + 1) == {"taken": 1}
+    assert said(conduct, 1, BURST_S / DEVICE_SHARE - 1) != {"processed": 1}
+    assert said(conduct, 1, BURST_S / DEVICE_SHARE + 1) == {"processed": 1}
 
 
 def test_devices_that_are_quiet_are_not_remembered():
@@ -79,23 +79,23 @@ def test_who_was_slowed_of_late_is_remembered_though_it_has_its_time_back():
     conduct, later_s = RateLimiter(), BURST_S / DEVICE_SHARE + 1
     assert later_s < CALM_S
     flood = round(BURST_S / MESSAGE_S) + MAX_DROPPED
-    assert "aside" not in said(conduct, flood, 0.0)
+    assert "blocked" not in said(conduct, flood, 0.0)
     for number in range(2000):
         said(conduct, 1, later_s, f"d{number}")
-    assert said(conduct, flood, later_s)["aside"] == 1
+    assert said(conduct, flood, later_s)["blocked"] == 1
 
 
 def test_a_message_costs_by_its_bytes():
     conduct = RateLimiter()
-    assert conduct.admit_message("a", round(BURST_S / BYTE_S), 0.0) == "taken"
+    assert conduct.admit_message("a", round(BURST_S / BYTE_S), 0.0) == "processed"
     assert conduct.admit_message("a", 0, 0.0) == "slowed"
-    assert conduct.admit_message("a", 0, MESSAGE_S / DEVICE_SHARE + 1) == "taken"
+    assert conduct.admit_message("a", 0, MESSAGE_S / DEVICE_SHARE + 1) == "processed"
 
 
 def test_who_is_set_aside_stays_so_however_many_others_come():
     conduct, later_s = RateLimiter(), 2 * CALM_S
     assert BURST_S / DEVICE_SHARE < later_s < BLOCK_S
-    assert said(conduct, round(BURST_S / MESSAGE_S) + MAX_DROPPED + 10, 0.0)["aside"] == 1
+    assert said(conduct, round(BURST_S / MESSAGE_S) + MAX_DROPPED + 10, 0.0)["blocked"] == 1
     for number in range(2000):
         said(conduct, 1, later_s, f"d{number}")
     assert said(conduct, 1, later_s) == {"dropped": 1}
@@ -104,16 +104,16 @@ def test_who_is_set_aside_stays_so_however_many_others_come():
 def test_a_clock_that_is_set_back_costs_a_device_nothing():
     conduct = RateLimiter()
     said(conduct, 1, 10 * BURST_S / DEVICE_SHARE)
-    assert said(conduct, 10, 0.0) == {"taken": 10}
+    assert said(conduct, 10, 0.0) == {"processed": 10}
 
 
 def test_what_the_coordinator_wants_of_a_device_pays_for_itself():
     conduct = RateLimiter()
     for number in range(1000):
         conduct.charge_time("a", -ROUND_S, number * 0.01)
-        assert said(conduct, 10, number * 0.01) == {"taken": 10}
+        assert said(conduct, 10, number * 0.01) == {"processed": 10}
     conduct.charge_time("a", -100 * BURST_S, 20.0)
-    assert abs(said(conduct, 10_000, 20.0)["taken"] - BURST_S / MESSAGE_S) <= 2
+    assert abs(said(conduct, 10_000, 20.0)["processed"] - BURST_S / MESSAGE_S) <= 2
 
 
 TOPICS = wire.Topics("f")

@@ -157,9 +157,7 @@ def format_fronts(fronts: EnergyFront, job: JobSettings) -> list[str]:
         rows = [row[:3] for row in rows]
     text = table.format_table(rows, "<>>~" if fronts.epochs else "<>>")
     lines = [f"{len(fronts.kinds)} boards; joules of all of them until the end of the round, idle included", *text]
-    lines += [
-        f"without the idle energy of {board} (unknown)" for board in fronts.boards_without_idle_power
-    ]
+    lines += [f"without the idle energy of {board} (unknown)" for board in fronts.boards_without_idle_power]
     lines.append('chosen: by deadline = "energy" and its bounds in [cohort]')
     for name, bound, value in (
         ("joules_per_round", job.cohort.joules_per_round, fronts.chosen_plan.joules),

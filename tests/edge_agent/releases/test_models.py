@@ -72,7 +72,7 @@ def test_the_first_model_is_taken_back_to_none(place: Place) -> None:
 def test_a_file_that_is_no_network_is_refused_before_its_check(place: Place, payload: bytes) -> None:
     first = place.put(1)
     wanted, blob = place.release(2, payload)
-    with pytest.raises(ModelError, match="model cannot be run: the file (has 0 bytes|is not a valid ONNX file)"):
+    with pytest.raises(ModelError, match=r"model cannot be run: the file (has 0 bytes|is not a valid ONNX file)"):
         place.models.stage(wanted, blob)
     place.models.discard_unused()
     assert place.models.current_sha256() == first.blob.sha256
