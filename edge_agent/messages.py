@@ -27,7 +27,7 @@ MAX_LAYOUT_BYTES: Final = MAX_CONTROL // 2  # bytes of an update's message that 
 
 
 def profile_message(device: str, board: Device, capabilities: Capabilities, unsupported_reason: str = "") -> Profile:
-    """Return a device's profile. `unsupported_reason` is the reason why the agent cannot be upgraded, or ""."""
+    """Return a device's profile. `unsupported_reason` is why the agent cannot be upgraded, or ""."""
     return Profile(
         device=device,
         board=board.board[:200],

@@ -113,7 +113,7 @@ def parse_size(text: str) -> int:
 
 
 def load_settings(path: Path) -> AgentSettings:
-    """Return the settings in an agent.toml, or raise JobError. Relative paths start at the folder of the file."""
+    """Return the settings in an agent.toml, or raise JobError. Relative paths start at the file's folder."""
     table = toml.read_toml(path)
     try:
         if "method" in table and "device" not in table:

@@ -1,4 +1,4 @@
-"""Power monitors of Jetsons: TI's INA3221, three rails each, on one or more I2C addresses, or the jtop service.
+"""Power monitors of Jetsons: one or more INA3221 by TI with three rails each, or the jtop service.
 
 There are two layouts. NVIDIA's driver up to JetPack 4 has `ina3221x/<address>/iio:device<n>/` with `rail_name_<k>` and
 `in_power<k>_input` in milliwatts. Linux's driver from JetPack 5 has `ina3221/<address>/hwmon/hwmon<n>/` with
@@ -171,7 +171,6 @@ class Ina3221:
         self._source = f"{chip} {'sum of ' if len(total_rails) > 1 else ''}{', '.join(total_rails)}"
 
     def read(self, now_s: float) -> Power:
-        """Return the power of the board and of each rail. Small negative offsets read as 0."""
         powers_w = {rail.label: rail.read_watts() for rail in self.rails}
         rails_w = {
             label: max(0.0, power_w)

@@ -138,7 +138,7 @@ def _losses_and_gradient(
     count: int,
     gradient: dict[str, np.ndarray],
 ) -> np.ndarray:
-    """Add each device's gradient to `gradient`. Return each device's loss, divided by `count`, (devices,)."""
+    """Return the devices' losses (devices,), divided by `count`, and add their gradients to `gradient`."""
     network = calls[0].network
     x = _gather_rows([call.examples.x for call in calls], rows)
     y = _gather_rows([call.examples.y for call in calls], rows)

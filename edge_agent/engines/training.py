@@ -50,7 +50,10 @@ def fitting_batch_size(room_bytes: float, example_bytes: float, max_size: int) -
 def network_inputs(
     x: np.ndarray, network: Mapping[str, Any], inputs: Callable[[np.ndarray], np.ndarray] | None = None
 ) -> np.ndarray:
-    """Return network inputs in float32, prepared by `inputs` or the network's "input" table, or raise DataError."""
+    """Return float32 network inputs, or raise DataError if examples of this type are not supported.
+
+    Examples are prepared by `inputs` or by the network's "input" table, if there is one.
+    """
     if inputs is not None:
         return inputs(x)
     if "input" in network:

@@ -13,8 +13,8 @@ always on and whose voltage follows the clock. The terms with the speed (work pe
 while working. Where a voltage is at its floor, the profile's column and the constant account for the difference, as for
 leakage.
 
-Each column of the time is scaled so that it alone would explain the first measurement, and each of the power to be as
-large at the highest clocks. Weights begin at (1, 0, 0, ...), the profile times one factor, with a Gaussian prior: a few
+Each time column is scaled to explain the first measurement alone. Power columns are scaled to equal values at the
+highest clocks. Weights begin at (1, 0, 0, ...), the profile times one factor, with a Gaussian prior: a few
 measurements change only the directions that they show, and the remaining prior gives the uncertainty of points that
 were never used. A measurement adds one row to a matrix of fixed size, older rows count less, and errors are relative.
 All in plain floats, because an agent's daemon imports no numpy.
@@ -156,7 +156,7 @@ def learn_segment(learned_model: LearnedModel, segment: TaskSegment, *, at_once:
 
 
 def _time_columns(law: CostLaw, work: WorkEstimate) -> Callable[[OperatingPoint], list[float] | None]:
-    """Return a function from a point to its columns of the time law, or to None without a predicted time."""
+    """Return a function from a point to the columns of the time law, or None if no time is predictable."""
     reference_s, unit_clocks = cost_model.work_seconds(work, law.reference_point), clocks_by_axis(law.reference_point)
     if reference_s is None:
         return lambda point: None
@@ -200,7 +200,10 @@ def highest_clocks(points: Sequence[OperatingPoint]) -> dict[str, float]:
 
 
 def _relative_clocks(unit_clocks: Mapping[str, float], point: OperatingPoint, axes: Sequence[str]) -> list[float]:
-    """Return clocks relative to a unit: 1 for a clock left to the board, 0 if the unit has none."""
+    """Return the point's clock of each axis over the clock in `unit_clocks`.
+
+    The ratio is 1 if the point does not set the axis, and 0 if `unit_clocks` lacks the axis.
+    """
     point_clocks = clocks_by_axis(point)
     return [
         point_clocks.get(axis, unit_clocks[axis]) / unit_clocks[axis] if axis in unit_clocks else 0.0 for axis in axes
@@ -208,7 +211,7 @@ def _relative_clocks(unit_clocks: Mapping[str, float], point: OperatingPoint, ax
 
 
 def _time_predictor(time: _LawFit | None, work: WorkEstimate) -> Callable[[OperatingPoint], tuple[float | None, float]]:
-    """Return a function from a point to its seconds, or None, and their relative standard deviation."""
+    """Return a function from a point to seconds (None if unknown) and their relative standard deviation."""
     columns = None if time is None else _time_columns(time.law, work)
 
     def seconds_at(point: OperatingPoint) -> tuple[float | None, float]:
@@ -272,9 +275,10 @@ def _add_measurement(
     at_once: bool,
     columns: Callable[[CostLaw], list[float] | None],
 ) -> CostLaw | None:
-    """Return the law after a measurement, or None while the profile is exact. `values` are predicted and measured.
+    """Return the law after a measurement, or None while the profile predicts exactly.
 
-    An outlier is ignored, and a second one in a row, or the first with `at_once`, resets the law.
+    `values` are the predicted and the measured quantity. An outlier is ignored. A second outlier in a row, or the
+    first with `at_once`, resets the law.
     """
     predicted, measured = values
     if law is None and abs(measured / predicted - 1) < EXACT_TOLERANCE:

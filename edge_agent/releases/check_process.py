@@ -301,7 +301,7 @@ def _measure_latency(model: LoadedModel, examples: np.ndarray, timing_s: float) 
 
 
 def _require_independent_answers(model: LoadedModel, example: np.ndarray, held_out: Examples | None) -> None:
-    """Raise ModelError if the output for an example changes with the other example of a batch."""
+    """Raise ModelError if the output for an example depends on the other examples of its batch."""
     other_example = np.zeros_like(example) if held_out is None else model.metadata.prepare_inputs(held_out.x[-1:])
     batch = np.concatenate(
         [example, np.zeros_like(example) if np.array_equal(example, other_example) else other_example]
@@ -385,7 +385,10 @@ NO_EXAMPLES: Final = Examples(np.empty((0,), np.float32), np.empty((0,), np.int6
 def assemble_network(
     files: SplitModelFiles, model: Path, budget_bytes: int, class_priors: np.ndarray | None = None
 ) -> str:
-    """Write the ONNX file `model` from shared and private parts. Return a note if private state is missing, or ""."""
+    """Write the ONNX file `model` from shared parts and this device's private state.
+
+    Return a note if private state is missing and the network is that of a new device, else "".
+    """
     task = personal_models.read_task(Path(files.shared))
     if task is None:
         raise ModelError(f"release file {files.shared} does not name its run: roll out the run again")
@@ -407,7 +410,6 @@ def assemble_network(
 def _compute_own_tensors(
     files: SplitModelFiles, task: Task, parts: personal_models.PersonalParts, model: Path, budget_bytes: int
 ) -> tuple[Tensors, str]:
-    """Return the tensors that the method computes on the device, and a note if private state is missing, or ""."""
     method = methods.load(task.method)
     if method.personal_model is None:
         raise JobError(f"method {task.method!r} does not define how a device assembles its network")

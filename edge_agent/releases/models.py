@@ -278,7 +278,10 @@ class ModelReleases(ReleaseKind):
         return None
 
     def _store_check_output(self, release: DesiredRelease, verdict: CheckResult) -> CheckResult:
-        """Copy an assembled model and a TensorRT engine into the model's folder. Return the verdict, or a refusal."""
+        """Copy the files written by the check into the model's folder.
+
+        Return the check's verdict, or a refusal if the files cannot be used.
+        """
         assert release.blob is not None
         folder, disk = self.folder / release.blob.sha256[:16], self._disk
         output_names = [MODEL] if disk.is_file(folder / SHARED) else []
@@ -327,7 +330,6 @@ class ModelReleases(ReleaseKind):
         self._start_observation_and_hook()
 
     def roll_back(self) -> bool:
-        """Activate the previous model, or none, and start the hook. Return False without a previous state."""
         previous = self._disk.read_link(self.folder / PREVIOUS)
         if previous is None or (previous != NOTHING and not self._disk.is_file(self.folder / previous / MODEL)):
             return False
@@ -352,7 +354,7 @@ class ModelReleases(ReleaseKind):
         return not self._hook.is_running and self._is_runner_up_to_date() and not self._awaits_labels()
 
     def _is_runner_up_to_date(self) -> bool:
-        """Return whether the runner serves the model in use, is inactive, or had enough time to change."""
+        """Return whether the runner serves the model in use, is inactive, or exceeded its time to load the model."""
         status, model_sha256 = self.runner.read_status(), self._served_sha256()
         if status is None or not model_sha256:
             return True

@@ -118,7 +118,10 @@ def require_not_older(manifest: UpgradeManifest, newest: int) -> None:
 
 
 def flashed_packages(manifest: UpgradeManifest, packages: Iterable[str]) -> list[str]:
-    """Return the folders of packages that the bundle omits, or [] if none. Raise ModelError if one is missing."""
+    """Return the board's package folders if the bundle relies on them, or [].
+
+    Raise ModelError if a package is missing there or has another version.
+    """
     if not manifest.present:
         return []
     folders = list(packages)

@@ -118,7 +118,10 @@ def describe_roll_back(choice: VersionChoice) -> str:
 def choose_version(
     choice: VersionChoice | None, flashed: str, boot: str, now_s: float, folder: Path
 ) -> tuple[VersionChoice, str]:
-    """Return the choice to store and start, and a message about a change, or "". Count a start of a trial."""
+    """Return the choice to store and start, with one more start for a version on trial.
+
+    The second value is a message if the choice has changed, else "".
+    """
     if choice is None:
         return VersionChoice(flashed), ""
     if choice.flashed != flashed:
@@ -142,7 +145,10 @@ def choose_version(
 def launch_info(
     folder: Path, flashed: str, running: str, arguments: list[str], fallback_reason: str = ""
 ) -> dict[str, Any]:
-    """Return the launcher's information for the agent. `fallback_reason` is why the choice does not run."""
+    """Return the launcher's information for the agent.
+
+    `fallback_reason` is why the chosen version does not run, or "".
+    """
     packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     return {
         "folder": str(folder),

@@ -65,7 +65,7 @@ WARM_UP, WARM_UP_EXAMPLES = models.residual(3, 32, 10, mean=(0.5,), std=(0.25,))
 
 
 class TorchMemory:
-    """Memory of this process on torch's first GPU. The constructor creates the driver's context and loads libraries.
+    """Memory of this process on torch's first GPU. The constructor creates the driver's context.
 
     The kernel does not count GPU memory as resident, not even the memory that a Jetson's GPU shares with the processor.
     A task's budget is for the sum of both. torch's limit applies to torch's own allocator only. Under a lower limit the
@@ -135,7 +135,7 @@ class TorchEngine:
             TorchEngine.gpu = TorchMemory(torch.cuda, self._load_libraries)
 
     def _load_libraries(self) -> None:
-        """Train and evaluate a network of the usual layers, as the tasks do. cuBLAS keeps its first workspace."""
+        """Train and evaluate a small network, so that torch loads its GPU libraries before the first task."""
         examples = Examples(np.zeros((WARM_UP_EXAMPLES, 32, 32, 3), np.uint8), np.arange(WARM_UP_EXAMPLES) % 10)
         start = _arrays_from_model(registry.load_network(WARM_UP))
         fit = Fit(batch=WARM_UP_EXAMPLES, lr=1e-3)
