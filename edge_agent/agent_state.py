@@ -536,7 +536,6 @@ class JobRecords:
         return any((stored.job, stored.round) == key for stored in self._stored_states())
 
     def record_counted_in_memory(self, key: Key) -> None:
-        """Record a counted round without private state, in this process only."""
         if (entry := self._jobs.get(key[0])) is not None:
             self._jobs[key[0]] = msgspec.structs.replace(entry, round=key[1])
 

@@ -408,7 +408,6 @@ def _handle_fetched(state: DeviceState, event: BlobFetched, now_s: float) -> Ste
 
 
 def _start_if_ready(state: DeviceState) -> Step:
-    """Start the open task, unless blobs are missing, tasks pause or private state is unacknowledged."""
     open_task = state.open_task
     if open_task is None or open_task.is_running or open_task.missing_blobs or state.is_paused:
         return state, ()

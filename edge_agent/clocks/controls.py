@@ -220,7 +220,7 @@ class ControlWrite:
         return f"write {self.value} to {self.file} ({self.control.name})"
 
     def is_applied(self, value: str | None) -> bool:
-        """Return whether `value`, read back from the file, is the written one. Memory clocks may be rounded up."""
+        """Return whether `value`, read back from the file, was written. Memory clocks may be rounded up."""
         if value == str(self.value):
             return True
         if self.control.kind != "emc" or self.file not in (self.control.rate, self.control.high):

@@ -57,7 +57,6 @@ Peer = tuple[int, int, int]  # ids of process, user and group of a client
 
 
 def peer_credentials(connection: socket.socket) -> Peer:
-    """Return the client's credentials (SO_PEERCRED, unix(7))."""
     return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
 
 

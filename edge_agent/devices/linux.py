@@ -348,7 +348,7 @@ def _point_at_caps(point: OperatingPoint, frequencies: Lists) -> OperatingPoint 
 
 
 def _grid_points(profile: profiles.BoardProfile, frequencies: Lists) -> tuple[OperatingPoint, ...]:
-    """Return the profile's grid on this board's clocks, or () if profile and board differ in highest clocks."""
+    """Return the profile's grid on this board's clocks, or () if the highest clocks differ."""
     # Without equal highest clocks the model of the profile is not valid for the board, which then has no grid.
     highest_clocks = profile.highest_clocks()
     for axis, hz in highest_clocks.items():

@@ -143,7 +143,6 @@ class SimulatedDevice:
         return cost
 
     def _predict_cost(self, work: WorkEstimate, measured: Cost) -> Cost:
-        """Return the profile's cost at the pinned point, or the measured time if the profile has no speed."""
         point, last_prediction, task = self._point, self._last_prediction, self._task_count if self._traits.noise else 0
         if (
             last_prediction is not None

@@ -74,7 +74,6 @@ class BatchTrainer(ABC):
         return [results[index] for index in range(len(calls))]
 
     def _train_same_kind(self, calls: Sequence[TrainCall]) -> Sequence[Trained | Exception]:
-        """Train calls in one pass or, after any exception, one by one from the same random state."""
         random_states = [call.rng.bit_generator.state for call in calls]
         try:
             return self._train_batch(calls)

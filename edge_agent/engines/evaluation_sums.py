@@ -73,10 +73,7 @@ class StrengthChoice:
         return STRENGTHS[_find_best_index(self._correct.sum(axis=0), self._changed.sum(axis=0))]
 
     def count_right(self) -> int:
-        """Return the cross-validated number of correct predictions.
-
-        The strength for each fold of the examples is chosen on the other folds.
-        """
+        """Return the number of correct predictions, with each fold's strength chosen on the other folds."""
         correct, changed = self._correct.sum(axis=0) - self._correct, self._changed.sum(axis=0) - self._changed
         return sum(int(self._correct[fold, _find_best_index(correct[fold], changed[fold])]) for fold in range(FOLDS))
 

@@ -112,10 +112,6 @@ class OnnxEngine:
         self._providers.use_tensorrt(cache, max_bytes)
 
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
-        """Run a graph with one input and one output: (n, ...) -> (n, ...), float32.
-
-        Examples are cast to the type of the graph's input, and outputs to float32.
-        """
         loaded = self._load_graph(graph)
         plan = loaded.plan
         with _translate_errors(graph):
@@ -280,7 +276,6 @@ class OnnxEngine:
         return self._providers.create_session(partial(execution_providers.create_session, graph, options))
 
     def _run_batch(self, graph: Path, x: np.ndarray, y: np.ndarray) -> None:
-        """Run a batch and write the output into `y`. If TensorRT fails, disable TensorRT and run again."""
         # The output is written into `y`, because `run` would hold two copies.
         loaded = self._load_graph(graph)
         session = loaded.session

@@ -200,10 +200,7 @@ def highest_clocks(points: Sequence[OperatingPoint]) -> dict[str, float]:
 
 
 def _relative_clocks(unit_clocks: Mapping[str, float], point: OperatingPoint, axes: Sequence[str]) -> list[float]:
-    """Return the point's clock of each axis over the clock in `unit_clocks`.
-
-    The ratio is 1 if the point does not set the axis, and 0 if `unit_clocks` lacks the axis.
-    """
+    """Return the point's clocks over `unit_clocks`: 1 if the point sets none, 0 if `unit_clocks` has none."""
     point_clocks = clocks_by_axis(point)
     return [
         point_clocks.get(axis, unit_clocks[axis]) / unit_clocks[axis] if axis in unit_clocks else 0.0 for axis in axes
@@ -237,7 +234,6 @@ class _LawFit(NamedTuple):
 
 
 def _fit_law(law: CostLaw | None, spreads: Sequence[float]) -> _LawFit | None:
-    """Return the non-negative weights of a law and their covariance, or None without a law."""
     if law is None:
         return None
     n = len(spreads)

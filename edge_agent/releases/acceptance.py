@@ -62,10 +62,7 @@ def exceeded_limit(limits: ReleaseLimits, metrics: dict[str, float]) -> str:
 
 
 def accuracy_loss_reason(min_gain: float | None, previous: RunnerStatus | None, current: RunnerStatus) -> str:
-    """Return why the runner's labelled answers show that a model misses its accuracy limit, or "".
-
-    `min_gain` is the limit: the smallest permitted change from `previous` to `current`.
-    """
+    """Return why labelled answers show that the gain in accuracy is below `min_gain`, or ""."""
     if min_gain is None or previous is None or previous.accuracy is None or current.accuracy is None:
         return ""
     gain = current.accuracy - previous.accuracy

@@ -155,7 +155,6 @@ class ModelReleases(ReleaseKind):
     # -- stage --
 
     def stage(self, release: DesiredRelease, blob: Path | None) -> None:
-        """Store a model beside the model in use, and check its graph unless the check assembles the model."""
         assert blob is not None
         assert release.blob is not None
         name, disk = release.blob.sha256[:16], self._disk
@@ -278,10 +277,7 @@ class ModelReleases(ReleaseKind):
         return None
 
     def _store_check_output(self, release: DesiredRelease, verdict: CheckResult) -> CheckResult:
-        """Copy the files written by the check into the model's folder.
-
-        Return the check's verdict, or a refusal if the files cannot be used.
-        """
+        """Copy the check's files into the model's folder. Return `verdict`, or a refusal if unusable."""
         assert release.blob is not None
         folder, disk = self.folder / release.blob.sha256[:16], self._disk
         output_names = [MODEL] if disk.is_file(folder / SHARED) else []
@@ -315,7 +311,6 @@ class ModelReleases(ReleaseKind):
     # -- exchange --
 
     def activate(self, release: DesiredRelease) -> None:
-        """Point `current` at the model and `previous` at the one before, and start the owner's hook."""
         assert release.blob is not None
         name, current = release.blob.sha256[:16], self._disk.read_link(self.folder / CURRENT)
         if current != name:
@@ -354,7 +349,7 @@ class ModelReleases(ReleaseKind):
         return not self._hook.is_running and self._is_runner_up_to_date() and not self._awaits_labels()
 
     def _is_runner_up_to_date(self) -> bool:
-        """Return whether the runner serves the model in use, is inactive, or exceeded its time to load the model."""
+        """Return whether the runner serves the model in use, is inactive or took too long to load the model."""
         status, model_sha256 = self.runner.read_status(), self._served_sha256()
         if status is None or not model_sha256:
             return True

@@ -237,7 +237,6 @@ class ChildWorker:
         self.kill()
 
     def _find_process_failure(self, child: ChildProcess, request: ProcessRequest) -> WorkResult | None:
-        """Return the failure of a process that has ended, breaks the protocol or is over its budget, or None."""
         resident_bytes = child.measure_resident_bytes()
         if child.is_garbled:
             return WorkResult(code="failed", reason=f"the task's process wrote invalid output: {child.last_output}")

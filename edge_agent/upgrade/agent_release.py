@@ -54,7 +54,6 @@ class LaunchInfo(msgspec.Struct, frozen=True):
 
 
 def read_launch_info(environ: Mapping[str, str] = os.environ) -> LaunchInfo | None:
-    """Return the launcher's information about this process, or None without a launcher."""
     try:
         return msgspec.json.decode(environ[launcher.LAUNCH_INFO_VARIABLE], type=LaunchInfo)
     except (KeyError, *DECODE_ERRORS):

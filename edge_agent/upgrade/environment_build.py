@@ -118,10 +118,7 @@ def require_not_older(manifest: UpgradeManifest, newest: int) -> None:
 
 
 def flashed_packages(manifest: UpgradeManifest, packages: Iterable[str]) -> list[str]:
-    """Return the board's package folders if the bundle relies on them, or [].
-
-    Raise ModelError if a package is missing there or has another version.
-    """
+    """Return the folders with the packages that a bundle omits. Raise ModelError if a package is missing."""
     if not manifest.present:
         return []
     folders = list(packages)

@@ -410,7 +410,6 @@ def _available_or_own_bytes() -> int:
 
 
 def _fast_half_type(device: torch.device) -> torch.dtype | None:
-    """Return the 16-bit type that the GPU computes fast, or None for a CPU."""
     if device.type != "cuda":
         return None
     ampere = torch.cuda.get_device_capability(device) >= (8, 0)  # older GPUs (Nano, TX2, Xavier) emulate bfloat16

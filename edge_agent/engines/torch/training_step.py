@@ -100,10 +100,7 @@ class OptimizerStep:
 
 
 def make_optimizer(groups: Mapping[float, Sequence[torch.Tensor]], fit: Fit) -> Any:
-    """Return the optimizer for parameters grouped by learning rate, or raise JobError for wrong settings.
-
-    The result is an `OptimizerStep` for built-in optimizers, else a `torch.optim.Optimizer`.
-    """
+    """Return an optimizer for tensors by learning rate, or raise JobError for invalid [params]."""
     name, arguments = training_choices.parse_optimizer(fit.optimizer)
     if name in training_choices.OPTIMIZERS:
         return OptimizerStep(groups, fit)
