@@ -249,7 +249,7 @@ class AgentState:
         return private is not None
 
     def record_ack(self, key: Key, accepted: bool, counted_rounds: Mapping[str, CountedRound]) -> None:
-        """Record the ack of an update and delete the update. Private state becomes the job's only if accepted."""
+        """Record the ack of an update and delete the update. Keep the update's private state if accepted."""
         if key in self._in_memory_updates:
             self._in_memory_updates.remove(key)
             return self._job_records.record_counted_in_memory(key) if accepted else None

@@ -51,7 +51,7 @@ class PowerMode:
         return next((cap.value for cap in self.caps if cap.clock == "EMC" and cap.value < UNCAPPED), None)
 
     def caps_for_clock(self, kind: str, file: Path | None) -> list[int]:
-        """Return a clock's caps in the unit of `file`, which contains the clock's upper limit.
+        """Return the caps of a clock in this mode, in the unit of `file`, which limits the clock.
 
         All caps of the kind (cpu, gpu or emc) are returned if the catalogue does not name the file.
         """
@@ -121,7 +121,7 @@ def read_mode_name(root: Path) -> str | None:
 
 
 def status_fingerprint(root: Path) -> str | None:
-    """Return a text that changes whenever nvpmodel sets a mode, or None without a status."""
+    """Return a text that changes whenever nvpmodel sets a mode, or None without nvpmodel's status."""
     text = sysfs.read_text(root / STATUS)
     try:
         return None if text is None else f"{text.strip()}@{(root / STATUS).stat().st_mtime_ns}"
@@ -220,7 +220,7 @@ class ControlWrite:
         return f"write {self.value} to {self.file} ({self.control.name})"
 
     def is_applied(self, value: str | None) -> bool:
-        """Return whether `value`, read back from the file, was written. Memory clocks may be rounded up."""
+        """Return whether `value`, read from the file, is the written one. Memory clocks may be rounded up."""
         if value == str(self.value):
             return True
         if self.control.kind != "emc" or self.file not in (self.control.rate, self.control.high):

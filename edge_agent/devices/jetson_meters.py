@@ -69,7 +69,7 @@ RAIL_ROLES: Final[Sequence[RailRoles]] = (
 
 
 def find_roles(compatible: Collection[str], labels: Collection[str]) -> RailRoles | None:
-    """Return roles by the names in the device tree, else by the rail labels, or None if both are unknown."""
+    """Return the roles of rails, found by device-tree names or else rail labels, or None if unknown."""
     names = [part for board in compatible for part in board.removeprefix("nvidia,").split("+")]
     matching_roles = [roles for name in names for roles in RAIL_ROLES if name.startswith(roles.name_prefixes)]
     if matching_roles:

@@ -1,4 +1,4 @@
-"""Meters of Linux hosts: batteries, hwmon, RAPL, the controller of a Raspberry Pi 5, and several meters as one.
+"""Meters of Linux hosts: batteries, hwmon, RAPL, Raspberry Pi 5, and a combination of meters.
 
 A meter is an object with `coverage` and `read`, see `fedquilt.core.Meter`. Sources of the formats:
 
@@ -255,7 +255,7 @@ class EnergyCounter:
         self._total_uj = 0
 
     def read_total_j(self) -> float | None:
-        """Return the energy since the first reading, or None if unreadable or wrapped without a known range."""
+        """Return the energy since the first reading, or None if unreadable or wrapped at an unknown range."""
         value_uj = sysfs.read_int(self._file)
         if value_uj is None or self._last_uj is None:
             return None

@@ -1,4 +1,4 @@
-"""Failures of tasks: their kinds by error or text, claim codes for the coordinator, and sentences."""
+"""Classification of task errors: codes for the coordinator, and messages."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ Numbers = Annotated[tuple[float, ...], Meta(max_length=64)]
 
 
 class CostLaw(WireMessage, frozen=True):
-    """Measurements of one quantity, as the normal equations of its weights."""
+    """Measurements of time or power, as the normal equations for the weights of the law."""
 
     reference_point: OperatingPoint  # point of the first measurement, the unit of the columns
     reference_clocks: dict[ShortText, Amount]  # highest clocks of the board at the first measurement, by axis
@@ -70,7 +70,7 @@ class LatestTask(WireMessage, frozen=True):
 
 
 class LearnedModel(WireMessage, frozen=True):
-    """Learned time and power of one engine and workload. Laws are None while the profile holds."""
+    """Learned time and power of one engine and workload. A law is None while the profile is exact."""
 
     time: CostLaw | None = None
     power: CostLaw | None = None
@@ -121,11 +121,11 @@ def estimate_points(
 
 
 @cache_last_call
-def learn_segment(learned_model: LearnedModel, segment: TaskSegment, *, at_once: bool = False) -> LearnedModel:
+def learn_segment(learned_model: LearnedModel, segment: TaskSegment, *, accept_outlier: bool = False) -> LearnedModel:
     """Return the learned costs after one more segment. Impossible values change nothing.
 
-    A segment unlike all earlier ones is ignored unless `at_once`. A second one in a row resets the law, because the
-    work now runs on other hardware, for example on the CPU after the GPU failed.
+    A segment unlike all earlier ones is ignored unless `accept_outlier`. A second one in a row resets the law, because
+    the work now runs on other hardware, for example on the CPU after the GPU failed.
     """
     profile_s = cost_model.work_seconds(segment.work, segment.point)
     if profile_s is None or not 0 < segment.seconds < math.inf:
@@ -136,7 +136,7 @@ def learn_segment(learned_model: LearnedModel, segment: TaskSegment, *, at_once:
         TIME_SPREADS,
         segment,
         (profile_s, segment.seconds),
-        at_once,
+        accept_outlier,
         lambda law: _time_columns(law, segment.work)(point),
     )
     is_reset = learned_model.time is not None and time is not None and time.count < learned_model.time.count
@@ -148,7 +148,7 @@ def learn_segment(learned_model: LearnedModel, segment: TaskSegment, *, at_once:
         def power_columns(law: CostLaw) -> list[float]:
             return _power_columns(law, point, point_s, seconds_at(law.reference_point)[0])
 
-        power = _add_measurement(power, POWER_SPREADS, segment, (point.busy_w, watts), at_once, power_columns)
+        power = _add_measurement(power, POWER_SPREADS, segment, (point.busy_w, watts), accept_outlier, power_columns)
     return LearnedModel(time=time, power=power, latest=learned_model.latest)
 
 
@@ -268,13 +268,13 @@ def _add_measurement(
     spreads: Sequence[float],
     segment: TaskSegment,
     values: tuple[float, float],
-    at_once: bool,
+    accept_outlier: bool,
     columns: Callable[[CostLaw], list[float] | None],
 ) -> CostLaw | None:
     """Return the law after a measurement, or None while the profile predicts exactly.
 
     `values` are the predicted and the measured quantity. An outlier is ignored. A second outlier in a row, or the
-    first with `at_once`, resets the law.
+    first with `accept_outlier`, resets the law.
     """
     predicted, measured = values
     if law is None and abs(measured / predicted - 1) < EXACT_TOLERANCE:
@@ -288,7 +288,7 @@ def _add_measurement(
         if abs(measured / value - 1) > max(MIN_OUTLIER_ERROR, OUTLIER_SPREADS * math.hypot(spread, NOISE)):
             if fit.law.count < MIN_MEASUREMENTS:
                 law = _scale_law(fit.law, measured / value)
-            elif fit.law.is_outlier_pending or at_once:
+            elif fit.law.is_outlier_pending or accept_outlier:
                 law = None
             else:
                 return replace(fit.law, is_outlier_pending=True)

@@ -254,7 +254,7 @@ class TaskPowerManager:
     # -- a task --
 
     def start_task(self, now_s: float) -> None:
-        """Start to measure a task before its process starts. Data is loaded at the board's own clocks."""
+        """Start measuring a task before its process starts. Data is loaded at the board's own clocks."""
         self.stop()
         reading = self._board.read_sensors(now_s)
         self._account = EnergyAccount(now_s, max_w=_max_plausible_w(self._board.points)).with_reading(now_s, reading)

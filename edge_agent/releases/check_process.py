@@ -206,7 +206,7 @@ def _format_labels(labels: tuple[str, ...]) -> str:
 
 
 def _measure_accuracy(model: LoadedModel, held_out: Examples, notes: list[str]) -> dict[str, float]:
-    """Return accuracy and number of examples, or {} with a note for regression."""
+    """Return accuracy and number of examples. For regression, return {} and add a note."""
     task = model.metadata.task or "classes"
     if task == "regression":
         notes.append("accuracy was not measured: the model predicts numbers (regression)")
@@ -229,7 +229,7 @@ def _evaluate_scores(
 def _measure_current_model(
     engine: Any, request: CheckRequest, current_model: Path, load: Any, notes: list[str]
 ) -> float | None:
-    """Return the accuracy of the model in use, or None with a note if it cannot be measured."""
+    """Return the accuracy of the model in use, or None and add a note if it cannot be measured."""
     try:
         model = _load_model(engine, current_model)
         held_out = _choose_evaluated(_load_examples(request, model.metadata, load))
@@ -286,7 +286,10 @@ def _guess_shapes(shape: Shape) -> Iterator[tuple[int, ...]]:
 
 
 def _measure_latency(model: LoadedModel, examples: np.ndarray, timing_s: float) -> tuple[float, int]:
-    """Return the latency, the mean of the examples' median seconds, and the number of timed runs."""
+    """Return the examples' mean latency in seconds, and the number of runs.
+
+    The latency of an example is the median of its runs.
+    """
     for _ in range(WARM_UP_RUNS):
         model.run_prepared(examples[:1])
     durations_s: list[list[float]] = [[] for _ in examples]

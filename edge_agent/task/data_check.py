@@ -42,7 +42,7 @@ def find_data_problem(data: Mapping[str, Any]) -> str:
 
 
 def warn_of_unreadable_data(settings: AgentSettings, private: Path) -> None:
-    """Log why this device cannot read its examples. The log line may come after the return."""
+    """Check in the background whether this device can read its examples, and log why it cannot."""
     if problem := describe_missing_data(settings):
         log.warning("%s", problem)
     elif settings.data:

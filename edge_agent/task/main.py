@@ -182,7 +182,7 @@ def load_private_state(path: str | None, sha256: str, lost_reason: str, job: str
 
 
 def require_fresh_state_allowed(method: Method, name: str, lost_reason: str) -> None:
-    """Raise StoreError if private state is lost and the method does not permit to start without."""
+    """Raise StoreError if private state is lost and the method cannot replace it by new state."""
     if lost_reason and not method.traits.replaces_private_state:
         raise StoreError(
             f"{lost_reason}, and {name} does not allow a device to start with new private state: run the job "

@@ -42,7 +42,7 @@ class ChildProcess:
     """Process that reads requests from stdin and writes events to stdout.
 
     The command gets the id of this process as last argument. The constructor raises OSError if the process cannot be
-    started. Out-of-memory kills are counted on the machine and within the task's memory limit, None if unknown.
+    started. The functions count out-of-memory kills of the machine and of the task's group, or return None if unknown.
     """
 
     def __init__(

@@ -172,7 +172,7 @@ def build_environment(request: BuildRequest, disk: Disk = REAL) -> Path:
 
 @contextmanager
 def _open_private_copy(request: BuildRequest, disk: Disk) -> Iterator[IO[bytes]]:
-    """Yield a copy of the bundle without a name, which nothing can change between check and unpacking."""
+    """Yield an unnamed copy of the bundle, which no other process can change after the check."""
     with disk_errors(f"copy {request.bundle}", "free some space on the board"):
         disk.make_folder(Path(request.folder))
         file = tempfile.TemporaryFile(dir=request.folder)  # noqa: SIM115 - closed below

@@ -89,7 +89,7 @@ def apply_remote_settings(local_settings: AgentSettings, table: Mapping[str, Any
 
 
 def _apply_label_changes(local_labels: tuple[str, ...], changes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return `changes` as the new labels or, if all have a sign ("+canary", "-old"), the changed labels."""
+    """Return the labels after changes such as "+canary" and "-old". Changes without sign replace all."""
     signed = [change for change in changes if change[:1] in "+-" and change]
     if not signed:
         return changes

@@ -222,7 +222,7 @@ class BlobStore:
                 return self.load_packed(sha256)
 
     def load_packed(self, sha256: str) -> bytes | None:
-        """Return a verified blob of the store's pack file, also in other processes, or None if damaged."""
+        """Return a verified blob from the pack file of the store's owner, or None if missing or damaged."""
         with self._report_disk_errors(f"read blob {sha256[:12]}"):
             if self._pack is not None:
                 return self._pack.load(sha256)

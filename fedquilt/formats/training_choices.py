@@ -79,7 +79,7 @@ PARAMS_KEYS: Final = ("lr", "weight_decay", "momentum", "nesterov")  # arguments
 
 
 class Schedule(Arguments, frozen=True):
-    """Learning rate over a job, as a factor on `lr`. Lengths are in rounds."""
+    """Learning-rate schedule of a job, which computes a factor on `lr`. Lengths are in rounds."""
 
     over: Literal["rounds", "steps"] = "rounds"  # constant in a round, or new at every step
     warm_up: Annotated[int, Meta(ge=0)] = 0  # rounds in which the rate rises linearly, before the schedule begins

@@ -203,7 +203,7 @@ class Scheduler:
         self._heap: list[tuple[float, int]] = []  # (due time, index), outdated if `_due_times_s` differs
 
     def set_endpoints(self, endpoints: Sequence[tuple[MemoryLink, Endpoint]], now_s: float) -> None:
-        """Replace the endpoints. Endpoints from before keep their due times, and new endpoints are due now."""
+        """Replace the endpoints. Retained endpoints keep their due times, and new endpoints are due now."""
         previous = zip(self._endpoints, self._due_times_s, strict=True)
         due_times_s = {id(endpoint): due_s for (_, endpoint), due_s in previous}
         self._endpoints = list(endpoints)

@@ -366,16 +366,16 @@ class TorchEngine:
         return x, y
 
 
-def _map_ahead(load: Callable[[P], T], parts: Iterable[P], ahead: int) -> Iterator[T]:
-    """Yield `load` of each part. A thread prepares up to `ahead` parts before they are used."""
-    if not ahead:
+def _map_ahead(load: Callable[[P], T], parts: Iterable[P], max_ahead: int) -> Iterator[T]:
+    """Yield `load` of each part. A thread prepares up to `max_ahead` parts before they are used."""
+    if not max_ahead:
         yield from map(load, parts)
         return
     waiting: deque[Future[T]] = deque()
     with ThreadPoolExecutor(1) as pool:
         for part in parts:
             waiting.append(pool.submit(load, part))
-            if len(waiting) > ahead:
+            if len(waiting) > max_ahead:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

@@ -385,7 +385,7 @@ class TrainingLoss:
         return self._sum(scores, y)
 
     def divisor(self, y: np.ndarray) -> float:
-        """Return what divides a mini-batch's summed loss as in torch: number of examples, or sum of weights."""
+        """Return the number of examples, or the sum of their class weights, which divides the summed loss."""
         return float(len(y) if self._weights is None else self._weights[y].sum())
 
 
@@ -416,7 +416,7 @@ def _make_sum(name: str, arguments: Any, weights: torch.Tensor | None) -> Sum:
 
 
 def load_own_loss(name: str, arguments: Mapping[str, Any]) -> Sum:
-    """Return the loss of a plug-in, which computes one loss for each example, as a sum over the examples."""
+    """Return a function that sums a plug-in's losses over examples. The plug-in returns one per example."""
     function = load_function("loss", name, arguments, values=2)
 
     def own(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
