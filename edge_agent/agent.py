@@ -216,7 +216,7 @@ class Agent:
         return self.task_runner.handle_event(TaskReceived(task, missing), now_s)
 
     def _apply_ack(self, ack: UpdateAcked, reason: str, now_s: float) -> None:
-        """Record the ack of an update, then delete its blobs. Do nothing if the record cannot be written."""
+        """Record an update's ack and delete its blobs. Do nothing if an accepted ack cannot be recorded."""
         key, accepted = ack.key, ack.accepted
         entry = self.task_runner.state.outbox.get(key)
         if entry is None:

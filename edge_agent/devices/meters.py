@@ -255,7 +255,7 @@ class EnergyCounter:
         self._total_uj = 0
 
     def read_total_j(self) -> float | None:
-        """Return the energy since the first reading, or None if unreadable or wrapped at an unknown range."""
+        """Return the energy since the first reading, or None if unreadable or wrapped with an unknown range."""
         value_uj = sysfs.read_int(self._file)
         if value_uj is None or self._last_uj is None:
             return None

@@ -59,7 +59,7 @@ def open_descriptor(path: StrPath, flags: int, mode: int = 0o777) -> int:
 
 
 class OpenedDescriptor:
-    """Context of an open descriptor. A generator would take longer than the system calls of a small file."""
+    """Context manager of an open file descriptor, faster than a generator function for small files."""
 
     def __init__(self, path: StrPath, flags: int, mode: int = 0o777) -> None:
         self._file = open_descriptor(path, flags | os.O_CLOEXEC, mode)

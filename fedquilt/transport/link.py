@@ -63,7 +63,7 @@ class Endpoint(Protocol):
     def finished(self) -> bool: ...
 
     def step(self, now_s: float) -> float:
-        """Process arrived messages and due work. Return the latest time of the next call."""
+        """Process arrived messages and due work. Return the time by which the next call is due."""
 
     def fds(self) -> Sequence[int]: ...
 

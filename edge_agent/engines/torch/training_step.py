@@ -100,7 +100,7 @@ class OptimizerStep:
 
 
 def make_optimizer(groups: Mapping[float, Sequence[torch.Tensor]], fit: Fit) -> Any:
-    """Return an optimizer for tensors by learning rate, or raise JobError for invalid [params]."""
+    """Return an optimizer for `groups` (learning rate -> tensors), or raise JobError for invalid [params]."""
     name, arguments = training_choices.parse_optimizer(fit.optimizer)
     if name in training_choices.OPTIMIZERS:
         return OptimizerStep(groups, fit)
