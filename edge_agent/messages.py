@@ -121,7 +121,6 @@ def update_message(device: str, open_task: OpenTask, outcome: WorkResult, cost: 
 
 
 def _layouts_within_limit(outcome: WorkResult) -> dict[str, dict[str, str]]:
-    """Return the layouts of the bundles, or {} if they would make the update's message too large."""
     sums = outcome.evaluation
     size = 4 * (len(sums.counts) + len(sums.scores)) // 3 if sums else 0
     size += sum(

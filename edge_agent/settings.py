@@ -150,7 +150,6 @@ def parse_settings(table: Mapping[str, Any]) -> AgentSettings:
 
 
 def describe_missing_data(settings: AgentSettings) -> str:
-    """Return a warning if the path of the data does not exist, or ""."""
     path = Path(settings.data.get("path") or ".")
     # No error, because the file may be on a disk that is mounted later. `Path.exists` raises some errors of the disk.
     return "" if os.path.exists(path) else f"no data at {path} ([data] path){toml.suggest_file(path)}"

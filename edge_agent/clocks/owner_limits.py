@@ -34,8 +34,8 @@ def control_limits(
 ) -> ControlLimits:
     """Return the highest permitted value of each limited control, from the mode and earlier limits.
 
-    A cap between two listed values means the lower one, or a value up to 1 % above it, because NVIDIA rounds its caps
-    (850 MHz for 854.25). No clock can be below its lowest listed value.
+    A cap between two listed values permits the lower value, or the higher value if at most 1 % above the cap, because
+    NVIDIA rounds its caps (850 MHz for 854.25). No clock can be below its lowest listed value.
     """
     control_limits_by_name = {}
     for control in clock_controls.controls:

@@ -165,7 +165,6 @@ def _load_examples(request: CheckRequest, metadata: ExportedModel, load: Any) ->
 
 
 def _choose_evaluated(splits: tuple[Examples, Examples] | None) -> Examples | None:
-    """Return the held-out examples, the training examples if none are held out, or None without data."""
     return None if splits is None else splits[1] if len(splits[1]) else splits[0]
 
 

@@ -243,7 +243,6 @@ class ModelReleases(ReleaseKind):
         self._worker.start(request, now_s)
 
     def _parts_of_model(self, folder: Path) -> SplitModelFiles | None:
-        """Return the files from which the check assembles the model, or None if the model is complete."""
         shared = folder / SHARED
         with disk_errors(f"read {shared}"):
             task = personal_models.read_task(shared, self._disk) if self._disk.is_file(shared) else None

@@ -56,7 +56,7 @@ class MemoryMargin:
         return self.failures + max(math.ceil(ratio_steps), 0)
 
     def plan_limit_bytes(self, budget_bytes: int, base_bytes: int) -> int:
-        """Return how much of a budget an engine may plan to use. `base_bytes` is its size without work."""
+        """Return the bytes that an engine may plan to use. `base_bytes` is the engine's size without work."""
         return base_bytes + int(max(budget_bytes - base_bytes, 0) / STEP_FACTOR**self.reduction_steps)
 
 

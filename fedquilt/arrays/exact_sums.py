@@ -237,7 +237,7 @@ def read_accumulator(path: StrPath, kind: type[T], disk: Disk, scratch_file: Scr
 
 
 def copy_accumulator(value: Any) -> Any:
-    """Return a copy of an accumulator, with large arrays on the disk within `sums_on_disk`."""
+    """Return a copy of an accumulator. Within `sums_on_disk`, large arrays are copied to the disk."""
     scratch_file = _scratch_file.get()
     return map_limbs(value, np.array if scratch_file is None else scratch_file.store_array)
 

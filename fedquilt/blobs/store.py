@@ -530,7 +530,7 @@ class VerificationCache:
             self._hashed_files[sha256] = (info, hashed_s)
 
     def load(self, path: str, sha256: str, *, is_verified: bool) -> bytes | None:
-        """Return the bytes of a file, or None after two reads with another sha256."""
+        """Return the bytes of a file, or None if two reads do not match the sha256."""
         for _ in range(2):
             payload = self._disk.read(path)
             if is_verified or hashlib.sha256(payload).hexdigest() == sha256:

@@ -257,7 +257,7 @@ def inference_work(
 ) -> WorkEstimate:
     """Return the work of forward passes over a share of a device's examples, EVALUATION_BATCH at once.
 
-    `batch` is the mini-batch of the estimate, to which counts per mini-batch refer.
+    Counts per mini-batch in the estimate are for mini-batches of `batch` examples.
     """
     return WorkEstimate(
         flops_per_example=share * pass_cost.flops,

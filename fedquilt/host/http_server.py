@@ -72,7 +72,6 @@ class HttpExchange:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether the connection can be used for another request, because the whole body was read."""
         return self._reusable and not self._unread
 
     def close_after(self) -> None:
