@@ -183,7 +183,6 @@ class Agent:
         self.task_runner.handle_event(SessionStarted(), now_s)
 
     def _handle_message(self, message: Message, now_s: float) -> None:
-        """Pass a message to its handler by topic. Log a malformed one, and fail the task if the disk fails."""
         try:
             route = wire.parse_topic(message.topic)
             if route.subtopic == "coord":
@@ -217,7 +216,7 @@ class Agent:
         return self.task_runner.handle_event(TaskReceived(task, missing), now_s)
 
     def _apply_ack(self, ack: UpdateAcked, reason: str, now_s: float) -> None:
-        """Record the ack of an update and delete its blobs. Change nothing if an accepted ack cannot be recorded."""
+        """Record an update's ack and delete its blobs. Do nothing if an accepted ack cannot be recorded."""
         key, accepted = ack.key, ack.accepted
         entry = self.task_runner.state.outbox.get(key)
         if entry is None:
@@ -296,7 +295,7 @@ class Agent:
         return self.task_runner.handle_event(BlobFetched(sha256, error), now_s)
 
     def cancel_fetch(self, sha256: str) -> None:
-        """Cancel the transfer of a blob and delete the blob, unless anything else needs it."""
+        """Cancel the transfer of a blob and delete the blob, unless the agent still needs the blob."""
         if sha256 not in self._needed_hashes():
             self._transfers.cancel(self.device, sha256)
             self.storage.blob_store.remove_blob(sha256)
@@ -409,7 +408,6 @@ class Agent:
             self.publish_message("telemetry", telemetry, reliable=False)
 
     def _telemetry_due_s(self) -> float:
-        """Return the time of the next telemetry, which is sooner while the disk is full."""
         is_full = self.last_telemetry is not None and self.last_telemetry.disk_full
         return self._telemetry_s + (
             min(self.settings.telemetry_s, DISK_FULL_TELEMETRY_S) if is_full else self.settings.telemetry_s

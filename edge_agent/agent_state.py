@@ -249,7 +249,7 @@ class AgentState:
         return private is not None
 
     def record_ack(self, key: Key, accepted: bool, counted_rounds: Mapping[str, CountedRound]) -> None:
-        """Record the ack of an update and delete the update. Private state becomes the job's only if accepted."""
+        """Record the ack of an update and delete the update. Keep the update's private state if accepted."""
         if key in self._in_memory_updates:
             self._in_memory_updates.remove(key)
             return self._job_records.record_counted_in_memory(key) if accepted else None
@@ -384,7 +384,7 @@ class AgentState:
 
 
 def read_learned_costs(home: Path, disk: Disk = REAL) -> dict[str, LearnedModel]:
-    """Return the learned costs by workload, {} if missing or damaged. Raise StoreError if the file is unreadable."""
+    """Return the learned costs by workload, or {} if missing or damaged. Raise StoreError if unreadable."""
     file = home / LEARNED_FILE
     with disk_errors(f"read {file}"):
         if disk.stat(file) is None:
@@ -496,7 +496,7 @@ class JobRecords:
         """Record that a round was counted, and store the round's private state.
 
         `private_file` is the path and sha256 of the private state, or None. The file is moved before the record is
-        written. After a crash in between, the coordinator's ack arrives again.
+        written. After a crash in between, the coordinator sends the ack again.
         """
         job, round = key
         entry = self._jobs.get(job, JobRecord(round=0, epoch=0))
@@ -536,7 +536,6 @@ class JobRecords:
         return any((stored.job, stored.round) == key for stored in self._stored_states())
 
     def record_counted_in_memory(self, key: Key) -> None:
-        """Record a counted round without private state, in this process only."""
         if (entry := self._jobs.get(key[0])) is not None:
             self._jobs[key[0]] = msgspec.structs.replace(entry, round=key[1])
 
@@ -567,7 +566,6 @@ class JobRecords:
         return [StoredPrivateState(match[1], int(match[2]), match[3]) for match in matches if match is not None]
 
     def _delete_unused_states(self, job: str, last_round: int, jobs_in_outbox: Collection[str]) -> None:
-        """Delete the private states of unknown jobs, and those of `job` that no task can start from."""
         stored_states = self._stored_states()
         rounds = sorted(stored.round for stored in stored_states if stored.job == job and stored.round <= last_round)[
             -MAX_PRIVATE_STATES:

@@ -187,7 +187,7 @@ def create_signing_request(key: ec.EllipticCurvePrivateKey, device: str) -> str:
 
 
 def install_certificate(settings: AgentSettings, pem: bytes) -> datetime.datetime:
-    """Store a certificate for this device and delete the token. Return the expiry, or raise JobError if unusable."""
+    """Store a certificate for this device and delete the token. Return the expiry, or raise JobError."""
     files = paths_from_settings(settings)
     validity = _validity_or_reason(pem, files, settings.device, load_or_create_key(files))
     if isinstance(validity, str):
@@ -229,7 +229,6 @@ def _read_certificate(
 def _validity_or_reason(
     pem: bytes, files: CredentialPaths, device: str, key: ec.EllipticCurvePrivateKey
 ) -> CertificateValidity | str:
-    """Return the validity of a certificate in PEM, or the reason why this device cannot use it."""
     with disk.disk_errors(f"read {files.ca}", full_disk_fix=""):
         authority = files.ca.read_bytes()
     try:

@@ -27,7 +27,7 @@ MAX_LAYOUT_BYTES: Final = MAX_CONTROL // 2  # bytes of an update's message that 
 
 
 def profile_message(device: str, board: Device, capabilities: Capabilities, unsupported_reason: str = "") -> Profile:
-    """Return a device's profile. `unsupported_reason` is the reason why the agent cannot be upgraded, or ""."""
+    """Return a device's profile. `unsupported_reason` is why the agent cannot be upgraded, or ""."""
     return Profile(
         device=device,
         board=board.board[:200],
@@ -121,7 +121,6 @@ def update_message(device: str, open_task: OpenTask, outcome: WorkResult, cost: 
 
 
 def _layouts_within_limit(outcome: WorkResult) -> dict[str, dict[str, str]]:
-    """Return the layouts of the bundles, or {} if they would make the update's message too large."""
     sums = outcome.evaluation
     size = 4 * (len(sums.counts) + len(sums.scores)) // 3 if sums else 0
     size += sum(

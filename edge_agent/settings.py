@@ -113,7 +113,7 @@ def parse_size(text: str) -> int:
 
 
 def load_settings(path: Path) -> AgentSettings:
-    """Return the settings in an agent.toml, or raise JobError. Relative paths start at the folder of the file."""
+    """Return the settings in an agent.toml, or raise JobError. Relative paths start at the file's folder."""
     table = toml.read_toml(path)
     try:
         if "method" in table and "device" not in table:
@@ -150,7 +150,6 @@ def parse_settings(table: Mapping[str, Any]) -> AgentSettings:
 
 
 def describe_missing_data(settings: AgentSettings) -> str:
-    """Return a warning if the path of the data does not exist, or ""."""
     path = Path(settings.data.get("path") or ".")
     # No error, because the file may be on a disk that is mounted later. `Path.exists` raises some errors of the disk.
     return "" if os.path.exists(path) else f"no data at {path} ([data] path){toml.suggest_file(path)}"

@@ -1,4 +1,4 @@
-"""State machine of the agent, with its events, actions and state: pure decisions without I/O, clock or randomness.
+"""State machine of the agent: pure decisions without I/O, clock or randomness.
 
     (nothing) --TaskReceived--> FETCHING --BlobFetched--> WORKING --TaskCompleted--> in the outbox --UpdateAcked--> gone
                    |                |                       |
@@ -305,7 +305,7 @@ def decline_reason(state: DeviceState, task: Task, reading: Reading) -> tuple[Re
 
 
 def plan_limit_bytes(state: DeviceState, task: Task) -> int:
-    """Return the part of the memory budget that the engine may plan with, from the peaks of earlier such tasks."""
+    """Return the bytes that the engine may plan to use, corrected by the peaks of earlier such tasks."""
     base = memory_budget.engine_base_bytes(task.engine, state.base_bytes)
     return _memory_margin(state, task).plan_limit_bytes(state.capabilities.budget_bytes, base)
 
@@ -359,7 +359,7 @@ def _decline_task(state: DeviceState, task: Task, code: RefusalCode, reason: str
 
 
 def _handle_cancellation(state: DeviceState) -> Step:
-    """Stop the task and publish a claim, since others than the coordinator can empty the topic."""
+    """Stop the task and decline it, because any client of the broker can clear the task's topic."""
     claims: tuple[Action, ...] = ()
     if state.open_task is not None:
         reason = "the task's topic was cleared by the coordinator or another client of the broker"
@@ -408,7 +408,6 @@ def _handle_fetched(state: DeviceState, event: BlobFetched, now_s: float) -> Ste
 
 
 def _start_if_ready(state: DeviceState) -> Step:
-    """Start the open task, unless blobs are missing, tasks pause or private state is unacknowledged."""
     open_task = state.open_task
     if open_task is None or open_task.is_running or open_task.missing_blobs or state.is_paused:
         return state, ()
@@ -452,7 +451,7 @@ def _handle_failure(state: DeviceState, open_task: OpenTask, event: TaskFailed) 
 
 
 def _handle_ack(state: DeviceState, event: UpdateAcked, now_s: float) -> Step:
-    """Remove an update from the outbox and, if accepted, record the round. Acks of earlier updates change nothing."""
+    """Remove an update from the outbox and record an accepted round. Ignore acks of earlier updates."""
     job, round = event.key
     entry = state.outbox.get(event.key)
     if entry is not None and event.epoch < entry.update.epoch:

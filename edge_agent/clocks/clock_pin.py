@@ -79,7 +79,7 @@ class ClockPin:
             raise StoreError(f"folder {state} for the clocks' journal cannot be made: {error.strerror}") from None
 
     def restore_after_crash(self) -> list[str]:
-        """Restore the settings in the journal of a killed process. Return sentences on failures."""
+        """Restore the settings in the journal of a killed process. Return one sentence for each failure."""
         try:
             journal = msgspec.json.decode(self._journal.read_bytes(), type=RestoreJournal)
         except FileNotFoundError:
@@ -115,7 +115,7 @@ class ClockPin:
             raise ClockError(f"{error}{outcome}") from None
 
     def restore(self) -> list[str]:
-        """Restore the board's own settings. Return sentences on failures, or [] if nothing is left to do."""
+        """Restore the board's own settings. Return one sentence for each failure."""
         self.point = None
         if self._saved is None:
             return []
@@ -254,7 +254,7 @@ class ClockPin:
             raise ClockError(f"{overheat_reason}, clocks are pinned only up to {limit:g} C: cool the board")
 
     def _overheat_reason(self, hottest_c: float | None, limit: float) -> str | None:
-        """Return why the board may be too hot, a zone above `limit` or zones without a reading, or None."""
+        """Return why the board is too hot to pin clocks, or None. Unreadable thermal zones are a reason."""
         if hottest_c is not None:
             return f"the hottest zone is at {hottest_c:g} C" if hottest_c > limit else None
         return "no thermal zone can be read" if sysfs.thermal_zone_files(self.root / "sys/class/thermal") else None
@@ -292,7 +292,10 @@ class ClockPin:
     def _apply_writes(
         self, writes: list[ControlWrite], limits: owner_limits.ControlLimits = MappingProxyType({})
     ) -> list[str]:
-        """Write values and read them back. Return sentences on failures. A rate above its limit is not locked."""
+        """Write values and read them back. Return one sentence for each failure.
+
+        A memory clock is not locked while its rate exceeds the limit in `limits`.
+        """
         failures: list[str] = []
         for write in writes:
             control = write.control
@@ -337,7 +340,7 @@ class ClockPin:
         return True
 
     def _run_nvpmodel(self, *arguments: str) -> str | None:
-        """Return nvpmodel's output whatever its exit status, or None if it is missing, cannot start or times out."""
+        """Return nvpmodel's output for any exit status, or None if nvpmodel cannot start or times out."""
         # Without input, nvpmodel's question about a restart is never confirmed.
         program = self.root / NVPMODEL
         if not sysfs.is_visible(program):

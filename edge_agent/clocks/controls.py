@@ -51,7 +51,7 @@ class PowerMode:
         return next((cap.value for cap in self.caps if cap.clock == "EMC" and cap.value < UNCAPPED), None)
 
     def caps_for_clock(self, kind: str, file: Path | None) -> list[int]:
-        """Return a clock's caps in the unit of `file`, which contains the clock's upper limit.
+        """Return the caps of a clock in this mode, in the unit of `file`, which limits the clock.
 
         All caps of the kind (cpu, gpu or emc) are returned if the catalogue does not name the file.
         """
@@ -121,7 +121,7 @@ def read_mode_name(root: Path) -> str | None:
 
 
 def status_fingerprint(root: Path) -> str | None:
-    """Return a text that changes whenever nvpmodel sets a mode, or None without a status."""
+    """Return a text that changes whenever nvpmodel sets a mode, or None without nvpmodel's status."""
     text = sysfs.read_text(root / STATUS)
     try:
         return None if text is None else f"{text.strip()}@{(root / STATUS).stat().st_mtime_ns}"
@@ -130,7 +130,7 @@ def status_fingerprint(root: Path) -> str | None:
 
 
 def normalize_mode_name(name: str) -> str:
-    """Return a mode's name without the differences between releases: MODE_15W, "MAXN SUPER"."""
+    """Return a mode's name in the same form for all JetPack releases: lower case and without "MODE_"."""
     return name.lower().replace(" ", "_").removeprefix("mode_")
 
 
@@ -199,7 +199,7 @@ class ClockControl:
         return "the board lists no frequencies of this clock, so leave the clock out"
 
     def limit_writes(self, value: int, *, low: int | None = None) -> list[ControlWrite]:
-        """Return ordered writes of the upper limit `value` and the lower limit, by default the same value."""
+        """Return the writes that set the upper limit to `value`, and the lower limit to `low` or `value`."""
         writes = []
         if self.low is not None:
             writes.append(ControlWrite(self, self.low, min(self.listed_values[0], value if low is None else low)))
@@ -220,7 +220,7 @@ class ControlWrite:
         return f"write {self.value} to {self.file} ({self.control.name})"
 
     def is_applied(self, value: str | None) -> bool:
-        """Return whether `value`, read from the file, is the written one. A memory clock may round up."""
+        """Return whether `value`, read from the file, is the written one. Memory clocks may be rounded up."""
         if value == str(self.value):
             return True
         if self.control.kind != "emc" or self.file not in (self.control.rate, self.control.high):
@@ -423,7 +423,6 @@ def read_number(path: Path | None) -> int | None:
 
 
 def _listed_values(path: Path) -> tuple[tuple[int, ...], bool]:
-    """Return the positive integers in a file, ascending, and whether this user may not read the file."""
     fields = (read_line(path) or "").split()
     values = {int(field) for field in fields if field.isdigit()} - {0}
     return tuple(sorted(values)), sysfs.is_forbidden(path)

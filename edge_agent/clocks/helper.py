@@ -57,7 +57,6 @@ Peer = tuple[int, int, int]  # ids of process, user and group of a client
 
 
 def peer_credentials(connection: socket.socket) -> Peer:
-    """Return the client's credentials (SO_PEERCRED, unix(7))."""
     return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
 
 
@@ -120,7 +119,7 @@ class ClockHelper:
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def step(self, now_s: float, wait_s: float = 0.0) -> None:
-        """Handle requests for up to `wait_s`. Unpin the clocks if the client is silent, or if required."""
+        """Handle requests for up to `wait_s`. Unpin the clocks if the client is silent or the board too hot."""
         self._now_s += 0.0 if self._last_step_s is None else max(0.0, now_s - self._last_step_s)
         self._last_step_s = now_s
         for key, _ in self._selector.select(wait_s):
@@ -239,7 +238,7 @@ class ClockHelper:
         self._record_failures(self._clock_pin.restore())
 
     def _record_loss(self, reason: str | None) -> None:
-        """Release the clocks from their client. A reason is logged and is the error of its next keepalive."""
+        """Record that the client's clocks were unpinned. `reason` is logged and answers its next keepalive."""
         if reason is not None:
             log.warning("%s", reason)
         if self._holder is not None:
@@ -358,7 +357,6 @@ def _listen_on_socket(path: Path, group: int | None) -> socket.socket:
 
 
 def _send_response(client: HelperConnection, response: HelperResponse) -> bool:
-    """Return whether the whole response was sent without waiting."""
     data = msgspec.json.encode(response) + b"\n"
     try:
         return client.socket.send(data) == len(data)

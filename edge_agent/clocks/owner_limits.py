@@ -34,8 +34,8 @@ def control_limits(
 ) -> ControlLimits:
     """Return the highest permitted value of each limited control, from the mode and earlier limits.
 
-    A cap between two listed values means the lower one, or a value up to 1 % above it, because NVIDIA rounds its caps
-    (850 MHz for 854.25). No clock can be below its lowest listed value.
+    A cap between two listed values permits the lower value, or the higher value if at most 1 % above the cap, because
+    NVIDIA rounds its caps (850 MHz for 854.25). No clock can be below its lowest listed value.
     """
     control_limits_by_name = {}
     for control in clock_controls.controls:
@@ -72,7 +72,7 @@ def find_tighter_limit(clock_controls: ClockControls, left: ControlLimits, right
 
 
 def is_mode_within(outer: PowerMode | None, inner: PowerMode) -> bool:
-    """Return whether `inner` turns on no core that `outer` has off, and has no cap above the caps of `outer`.
+    """Return whether the mode `inner` has no additional core and no higher cap than the mode `outer`.
 
     The result is False if `outer` is None, an unknown mode.
     """
@@ -83,7 +83,7 @@ def is_mode_within(outer: PowerMode | None, inner: PowerMode) -> bool:
 
 
 def require_same_gpu_masks(current: PowerMode | None, requested: PowerMode) -> None:
-    """Raise ClockError if the change of the mode needs a restart of the board, because it turns GPU parts on or off."""
+    """Raise ClockError if the new mode uses other parts of the GPU, because the board must restart then."""
     if current is not None and set(current.gpu_masks) != set(requested.gpu_masks):
         raise ClockError(
             f"mode {requested.name} uses other parts of the GPU than {current.name} and needs a restart of "
@@ -119,7 +119,7 @@ def permitted_points(
 
 
 def permitted_hz(clock_controls: ClockControls, limits: ControlLimits) -> dict[str, float]:
-    """Return the highest permitted clock in hertz by axis, such as "cpu_hz". Axes without a limit are left out."""
+    """Return the highest permitted clock in hertz of each limited axis, such as {"cpu_hz": 1.2e9}."""
     return {
         axis: min(limits_hz)
         for kind, axis in AXIS_OF_KIND

@@ -1,4 +1,4 @@
-"""Power monitors of Jetsons: TI's INA3221, three rails each, on one or more I2C addresses, or the jtop service.
+"""Power monitors of Jetsons: one or more INA3221 by TI with three rails each, or the jtop service.
 
 There are two layouts. NVIDIA's driver up to JetPack 4 has `ina3221x/<address>/iio:device<n>/` with `rail_name_<k>` and
 `in_power<k>_input` in milliwatts. Linux's driver from JetPack 5 has `ina3221/<address>/hwmon/hwmon<n>/` with
@@ -69,7 +69,7 @@ RAIL_ROLES: Final[Sequence[RailRoles]] = (
 
 
 def find_roles(compatible: Collection[str], labels: Collection[str]) -> RailRoles | None:
-    """Return roles by the names in the device tree, else by the rail labels, or None if both are unknown."""
+    """Return the roles of rails, found by device-tree names or else rail labels, or None if unknown."""
     names = [part for board in compatible for part in board.removeprefix("nvidia,").split("+")]
     matching_roles = [roles for name in names for roles in RAIL_ROLES if name.startswith(roles.name_prefixes)]
     if matching_roles:
@@ -171,7 +171,6 @@ class Ina3221:
         self._source = f"{chip} {'sum of ' if len(total_rails) > 1 else ''}{', '.join(total_rails)}"
 
     def read(self, now_s: float) -> Power:
-        """Return the power of the board and of each rail. Small negative offsets read as 0."""
         powers_w = {rail.label: rail.read_watts() for rail in self.rails}
         rails_w = {
             label: max(0.0, power_w)

@@ -286,7 +286,7 @@ Lists = Mapping[str, tuple[float, ...]]  # axis -> hertz, rising; axes without l
 
 
 def common_frequencies(clocks: Iterable[controls.ClockControl | ClockState]) -> Lists:
-    """Return the frequencies that all clocks of a kind list, by axis. Axes without any are left out."""
+    """Return the frequencies that all clocks of a kind have in common, by axis such as "cpu_hz"."""
     shared_frequencies, clocks = {}, tuple(clocks)
     for axis in AXES:
         frequency_sets = [set(clock.listed_hz) for clock in clocks if f"{clock.kind}_hz" == axis]
@@ -296,10 +296,10 @@ def common_frequencies(clocks: Iterable[controls.ClockControl | ClockState]) -> 
 
 
 def fit_points(profile: profiles.BoardProfile, frequencies: Lists) -> tuple[OperatingPoint, ...]:
-    """Return the operating points of a profile that this board has: modes first, then the grid.
+    """Return the operating points of a profile that this board supports: modes first, then the grid.
 
     A mode is at the highest listed frequencies up to the mode's caps. The grid is computed by the profile's model for
-    the board's own clocks, if the highest clocks of both are the same. A clock without a list is left out of the points
+    this board's clocks, if they are as high as those of the profile. A clock without a list is left out of the points
     and stays as the board sets it. Points without any clock are kept.
     """
     modes = {mode.name for mode in profile.points}
@@ -348,7 +348,7 @@ def _point_at_caps(point: OperatingPoint, frequencies: Lists) -> OperatingPoint 
 
 
 def _grid_points(profile: profiles.BoardProfile, frequencies: Lists) -> tuple[OperatingPoint, ...]:
-    """Return the profile's grid on this board's clocks, or none if the highest clocks differ."""
+    """Return the profile's grid on this board's clocks, or () if the highest clocks differ."""
     # Without equal highest clocks the model of the profile is not valid for the board, which then has no grid.
     highest_clocks = profile.highest_clocks()
     for axis, hz in highest_clocks.items():
@@ -398,7 +398,7 @@ class MemorySensor:
         return min(known_bytes, default=None)
 
     def read_pressure(self) -> float | None:
-        """Return the share of the last 10 s with tasks waiting for memory, or None before Linux 4.20."""
+        """Return the share of the last 10 s in which tasks waited for memory, or None before Linux 4.20."""
         for line in (sysfs.read_text(self._pressure) or "").splitlines():
             if line.startswith("some avg10="):
                 try:

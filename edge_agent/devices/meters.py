@@ -1,4 +1,4 @@
-"""Meters of Linux hosts: batteries, hwmon, RAPL, the controller of a Raspberry Pi 5, and several meters as one.
+"""Meters of Linux hosts: batteries, hwmon, RAPL, Raspberry Pi 5, and a combination of meters.
 
 A meter is an object with `coverage` and `read`, see `fedquilt.core.Meter`. Sources of the formats:
 
@@ -40,11 +40,11 @@ SILENCE_TIMEOUT_S: Final = 10.0  # time without a value after which a meter of n
 
 
 class WidestRangeMeter:
-    """Several meters as one, with the power of the meter of widest coverage that responds.
+    """Meter that combines several meters and reports the power of the one with the widest coverage.
 
-    A meter of the board precedes a meter of the processor. Among equals the first counts. The power of a rail's meter
-    is listed among the rails and never used for the board. All meters are read each time, because counters wrap. A
-    meter that fails or is slow is reported once. A failed reading counts as empty.
+    Only meters with a value count. A meter of the board precedes a meter of the processor, and the first of several
+    equals is used. The power of a rail's meter is listed among the rails and never used for the board. All meters are
+    read each time, because counters wrap. A meter that fails or is slow is reported once.
     """
 
     def __init__(self, meters: Iterable[Meter], clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,10 +55,10 @@ class WidestRangeMeter:
         self._slow: set[int] = set()  # indices of meters with a reported slow read
 
     def read(self, now_s: float) -> Power:
-        """Return the power of the meter of widest coverage that responds, with the rails of all meters.
+        """Return the power of the widest-coverage meter with a value, and the rails of all meters.
 
-        If a meter that responded recently is silent, the reading has no total, because the value of another meter would
-        be for a smaller part of the board.
+        The total is None if a meter of wider coverage had a value recently, because another meter's value would be for
+        a smaller part of the board.
         """
         widest: Power | None = None
         rails_w: dict[str, float] = {}
@@ -255,7 +255,7 @@ class EnergyCounter:
         self._total_uj = 0
 
     def read_total_j(self) -> float | None:
-        """Return the energy since the object was created, or None if unreadable or wrapped without a known range."""
+        """Return the energy since the first reading, or None if unreadable or wrapped with an unknown range."""
         value_uj = sysfs.read_int(self._file)
         if value_uj is None or self._last_uj is None:
             return None
@@ -313,7 +313,7 @@ def detect_pmic(root: Path) -> Pmic | None:
 
 
 def run_firmware_command(mailbox: Path, command: str) -> str | None:
-    """Return the output of a command of the Raspberry Pi's firmware, or None without permission or after an error."""
+    """Return the output of a Raspberry Pi firmware command, or None after an error or without permission."""
     buffer = array.array("I", bytes(4 * HEADER_WORDS + TEXT_BYTES + 4))
     text = command.encode() + b"\0"
     buffer[0], buffer[2], buffer[3] = 4 * len(buffer), GENCMD_TAG, TEXT_BYTES

@@ -131,8 +131,8 @@ class SimulatedDevice:
     def task_cost(self, work: WorkEstimate, measured: Cost) -> Cost:
         """Return the cost of a task on this device.
 
-        A measured time of 0 gives a prediction, as on virtual time. With a measured time the task is over: its energy
-        is drained from the battery, and the next task has its own noise.
+        If the measured time is 0, as on virtual time, the cost is a prediction. Otherwise the task has ended: its
+        energy is drained from the battery, and the next task gets a new noise factor.
         """
         cost = self._predict_cost(work, measured)
         if measured.duration_s > 0:
@@ -143,7 +143,6 @@ class SimulatedDevice:
         return cost
 
     def _predict_cost(self, work: WorkEstimate, measured: Cost) -> Cost:
-        """Return the profile's cost at the pinned point, or the measured time if the profile has no speed."""
         point, last_prediction, task = self._point, self._last_prediction, self._task_count if self._traits.noise else 0
         if (
             last_prediction is not None

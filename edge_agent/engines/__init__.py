@@ -25,13 +25,13 @@ graphs, by their paths. Engines of other packages may do so."""
 
 
 def available_engines() -> tuple[str, ...]:
-    """Return the installed engines, sorted, then those of plug-ins. Imports none of them."""
+    """Return the installed engines, sorted, then the engines of plug-ins. No engine is imported."""
     installed = tuple(name for name, (library, _) in NEEDS.items() if find_spec(library) is not None)
     return (*installed, *(name for name in plugins.plugin_names("engine") if name not in NEEDS))
 
 
 def create_engine(name: str, budget_bytes: int) -> Engine:
-    """Return a new engine. Raise JobError if its library is not installed or its plug-in is no engine."""
+    """Return a new engine. Raise JobError if the engine's library is missing or a plug-in is invalid."""
     if (plugin := plugins.find_plugin("engine", name, tuple(NEEDS))) is not None:
         factory = plugins.import_plugin(plugin)
         if not callable(factory):

@@ -56,7 +56,7 @@ class BatchTrainer(ABC):
         hooks: Hooks = Hooks(),
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> TrainCall | None:
-        """Return a call for `train_together`, or None if the arguments must be trained alone."""
+        """Return a call for `train_together`, or None if this training cannot share a pass with others."""
         if hooks.prepare or hooks.inputs or hooks.steps != (Step(),) or not len(examples) or fit.batch < 1:
             return None
         call = TrainCall(network, start, examples, fit, rng, hooks, progress, msgspec.json.encode(network))
@@ -74,7 +74,6 @@ class BatchTrainer(ABC):
         return [results[index] for index in range(len(calls))]
 
     def _train_same_kind(self, calls: Sequence[TrainCall]) -> Sequence[Trained | Exception]:
-        """Train calls in one pass or, after any exception, one by one from the same random state."""
         random_states = [call.rng.bit_generator.state for call in calls]
         try:
             return self._train_batch(calls)
@@ -138,7 +137,7 @@ def _losses_and_gradient(
     count: int,
     gradient: dict[str, np.ndarray],
 ) -> np.ndarray:
-    """Add each device's gradient to `gradient`. Return each device's loss, divided by `count`, (devices,)."""
+    """Return the devices' losses (devices,), divided by `count`, and add their gradients to `gradient`."""
     network = calls[0].network
     x = _gather_rows([call.examples.x for call in calls], rows)
     y = _gather_rows([call.examples.y for call in calls], rows)

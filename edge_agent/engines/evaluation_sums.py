@@ -1,4 +1,4 @@
-"""Valid targets, losses and evaluation sums of each kind of task, and class priors. Imports numpy only.
+"""Targets, losses and evaluation sums of each kind of task, and class priors. Imports numpy only.
 
 | task | targets `y` | loss of an example |
 |---|---|---|
@@ -37,7 +37,7 @@ MIN_GAIN: Final = 1.0  # standard errors by which the correction must improve th
 
 
 def compute_log_ratios(prior: ClassPrior, outputs: int) -> np.ndarray:
-    """Return the log of each class's share on the device over its share among the model's examples, (outputs,).
+    """Return log(device share / model share) of each class, (outputs,), from the class frequencies.
 
     The device's counts are smoothed by as many examples as there are classes, in the model's shares. All logs are 0 if
     chance explains the device's counts (G-test), as on IID shares.
@@ -51,7 +51,7 @@ def compute_log_ratios(prior: ClassPrior, outputs: int) -> np.ndarray:
 
 
 class StrengthChoice:
-    """Counts of held-out examples from which the strength of a device's correction follows, added batch by batch."""
+    """Correct predictions on held-out examples at each strength of the class-prior correction."""
 
     def __init__(self, log_ratios: np.ndarray) -> None:
         self.log_ratios, self._examples = log_ratios, 0
@@ -69,11 +69,11 @@ class StrengthChoice:
             self._changed[:, index] += np.bincount(folds[correct != correct_without], minlength=FOLDS)
 
     def choose_strength(self) -> float:
-        """Return the strength that helps most on all examples, or 0 if none helps."""
+        """Return the strength with the most correct predictions, or 0 if none is significantly better than 0."""
         return STRENGTHS[_find_best_index(self._correct.sum(axis=0), self._changed.sum(axis=0))]
 
     def count_right(self) -> int:
-        """Return the correct predictions, each fold's with the best strength on the other folds."""
+        """Return the number of correct predictions, with each fold's strength chosen on the other folds."""
         correct, changed = self._correct.sum(axis=0) - self._correct, self._changed.sum(axis=0) - self._changed
         return sum(int(self._correct[fold, _find_best_index(correct[fold], changed[fold])]) for fold in range(FOLDS))
 
@@ -88,7 +88,7 @@ ADVICE = "set the same `task` in [data] and [model]"
 
 
 def require_targets(examples: Examples, outputs: int, task: TaskKind = "classes") -> None:
-    """Raise DataError if shape, type or values of the targets do not fit the task and the number of outputs."""
+    """Raise DataError if shape, type or values of the targets do not fit the task and the outputs."""
     y = examples.y
     if task == "classes":
         if y.ndim != 1 or y.dtype.kind not in "iu":

@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime, only for graphs that were checked, and the execution providers that they run on.
+"""ONNX Runtime sessions for checked graphs, and choice of the execution provider.
 
 The provider is TensorRT, CUDA or the CPU, whichever works first.
 
@@ -36,7 +36,7 @@ _checked: OrderedDict[tuple[Path, int, int, int], CheckedGraph] = OrderedDict()
 
 
 def check_graph(graph: Path) -> CheckedGraph:
-    """Return the checked contents of a graph. Raise ModelError if the graph is missing, malformed or not permitted."""
+    """Return the checked contents of a graph. Raise ModelError if missing, malformed or not permitted."""
     try:
         file_stat = graph.stat()
     except OSError:
@@ -95,7 +95,7 @@ class ExecutionProviders:
 
     @property
     def provider_name(self) -> str:
-        """First provider that is tried, "processor" if all GPU providers are disabled, or "" if none is installed."""
+        """First provider to try, "processor" if all GPU providers are disabled, or "" if none is installed."""
         if not self._has_gpu_provider:
             return ""
         return NAMES[self._enabled_providers()[0]] if self._enabled_providers() else "processor"
@@ -152,7 +152,6 @@ class ExecutionProviders:
         }
 
     def _delete_oldest_engines(self) -> None:
-        """Delete the engines that were built first, until the others fit the configured bytes."""
         if self._engines is None:
             return
         folder, max_bytes = self._engines

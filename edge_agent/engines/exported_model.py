@@ -104,7 +104,7 @@ def require_shape(inputs: np.ndarray, expected_shape: Shape) -> None:
 
 
 def require_scores(scores: np.ndarray) -> None:
-    """Raise ModelError unless each example has a largest score. Single scores may be -inf."""
+    """Raise ModelError if a score is NaN or an example has no finite maximum. Other scores may be -inf."""
     if np.isnan(scores).any() or not np.isfinite(scores.max(axis=1, initial=-np.inf)).all():
         raise ModelError("the outputs of the network are not finite: check the weights, or export the network again")
 

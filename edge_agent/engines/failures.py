@@ -1,4 +1,4 @@
-"""Failures of tasks: their kinds by error or text, claim codes for the coordinator, and sentences."""
+"""Classification of task errors: codes for the coordinator, and messages."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def is_out_of_memory_error(error: BaseException) -> bool:
 
 
 def claim_code_from_error(error: Exception) -> Any:
-    """Return the claim's code for an error, a `fedquilt.wire.RefusalCode`. Unknown errors are "exception"."""
+    """Return the `fedquilt.wire.RefusalCode` that a device claims for an error, by default "exception"."""
     if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS):
         return "full"
     if not isinstance(error, DataError | StoreError | core.JobError):  # fedquilt's own errors about a file

@@ -112,10 +112,6 @@ class OnnxEngine:
         self._providers.use_tensorrt(cache, max_bytes)
 
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
-        """Run a graph with one input and one output: (n, ...) -> (n, ...), float32.
-
-        Examples are cast to the type of the graph's input, and outputs to float32.
-        """
         loaded = self._load_graph(graph)
         plan = loaded.plan
         with _translate_errors(graph):
@@ -138,7 +134,7 @@ class OnnxEngine:
         return evaluation_sums.evaluate_scores("classes", batches, prior).sums()
 
     def run_together(self, graph: Path, x: np.ndarray) -> np.ndarray | None:
-        """Return the output for all examples in one batch, or None if the graph takes only one example at a time."""
+        """Return the output of one batch with all examples, or None if the graph accepts one example only."""
         shape = execution_providers.check_graph(graph).inputs[0].shape
         session = self._load_graph(graph).session
         if shape and shape[0] == 1:
@@ -155,7 +151,10 @@ class OnnxEngine:
         return self._room_bytes
 
     def batch(self, graph: Path, caller_bytes: int = 0, caller_bytes_per_example: int = 0) -> int:
-        """Return how many examples to run at once beside the caller's memory, and close sessions to make room."""
+        """Return how many examples fit in one batch, and close sessions to make room for the batch.
+
+        `caller_bytes` and `caller_bytes_per_example` are the caller's own memory at the same time.
+        """
         plan = self._load_graph(graph).plan
         size = self._batch_size(plan, caller_bytes, caller_bytes_per_example)
         self.make_room(
@@ -164,7 +163,6 @@ class OnnxEngine:
         return size
 
     def _batch_size(self, plan: MemoryPlan, around_bytes: int, example_bytes: int) -> int:
-        """Return how many examples to run at once, at most LARGEST_BATCH, or 1 if their memory is unknown."""
         if self._micro_batch is not None:
             return self._micro_batch
         if plan.example_bytes is None or plan.takes_single_examples:
@@ -176,10 +174,10 @@ class OnnxEngine:
         return int(np.clip(max(size_beside_all, size_alone), 1, LARGEST_BATCH))
 
     def make_room(self, size_bytes: int, needed_graph: Path | None = None, in_use: int = 0) -> None:
-        """Close sessions, the longest unused first but never `needed_graph`, until `size_bytes` more bytes fit.
+        """Close sessions, the longest unused first, until `size_bytes` more bytes fit. Keep `needed_graph`.
 
-        Freed memory is returned to the system if the engine has little memory, or if more than half is needed and the
-        rest is too small for `size_bytes` without the part `in_use` already. Micro-batches do not change.
+        Freed memory is returned to the system if the engine has little memory, or if over half would be in use and the
+        bytes do not fit otherwise. `in_use` is the part of `size_bytes` that is allocated already.
         """
         session_bytes = sum(loaded.plan.session_bytes for loaded in self._graphs.values())
         for unused_graph in [path for path in self._graphs if path != needed_graph]:
@@ -278,7 +276,6 @@ class OnnxEngine:
         return self._providers.create_session(partial(execution_providers.create_session, graph, options))
 
     def _run_batch(self, graph: Path, x: np.ndarray, y: np.ndarray) -> None:
-        """Run a batch and write the output into `y`. If TensorRT fails, disable TensorRT and run again."""
         # The output is written into `y`, because `run` would hold two copies.
         loaded = self._load_graph(graph)
         session = loaded.session
@@ -326,7 +323,7 @@ def _input_type(session: Any) -> np.dtype[Any]:
 
 
 def _cast_examples(session: Any, x: np.ndarray) -> np.ndarray:
-    """Return the examples in the type of the graph's input. Raise DataError if an integer type loses values."""
+    """Return the examples in the graph's input type. Raise DataError if an integer type loses values."""
     input_type = _input_type(session)
     with np.errstate(invalid="ignore", over="ignore"):  # lossy conversions are detected below
         cast = np.ascontiguousarray(x, input_type)

@@ -50,7 +50,7 @@ def fitting_batch_size(room_bytes: float, example_bytes: float, max_size: int) -
 def network_inputs(
     x: np.ndarray, network: Mapping[str, Any], inputs: Callable[[np.ndarray], np.ndarray] | None = None
 ) -> np.ndarray:
-    """Return network inputs in float32, prepared by `inputs` or the network's "input" table, or raise DataError."""
+    """Return examples as float32 network inputs, or raise DataError if their type is not supported."""
     if inputs is not None:
         return inputs(x)
     if "input" in network:

@@ -91,7 +91,7 @@ class PointForecast(NamedTuple):
 def forecast_points(
     points: Sequence[OperatingPoint], work: WorkEstimate, learned_model: LearnedModel = LearnedModel()
 ) -> list[PointForecast]:
-    """Return predictions for each point with a predictable time, fastest first."""
+    """Return a forecast for each point whose time can be predicted, fastest first."""
     forecasts = []
     for point, estimate in zip(points, estimate_points(learned_model, points, work), strict=True):
         if estimate is not None:
@@ -176,7 +176,7 @@ def choose_faster_point(
     remaining_s = segment.seconds / segment.work.task_share * remaining_work.task_share
     if remaining_s <= time_left_s:
         return None
-    updated_model = learn_segment(learned_model, segment, at_once=True)
+    updated_model = learn_segment(learned_model, segment, accept_outlier=True)
     other_points = [point for point in points if point.name != segment.point.name]
     forecasts = forecast_points(other_points, remaining_work, updated_model)
     faster_points = [

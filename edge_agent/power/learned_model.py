@@ -13,8 +13,8 @@ always on and whose voltage follows the clock. The terms with the speed (work pe
 while working. Where a voltage is at its floor, the profile's column and the constant account for the difference, as for
 leakage.
 
-Each column of the time is scaled so that it alone would explain the first measurement, and each of the power to be as
-large at the highest clocks. Weights begin at (1, 0, 0, ...), the profile times one factor, with a Gaussian prior: a few
+Each time column is scaled to explain the first measurement alone. Power columns are scaled to equal values at the
+highest clocks. Weights begin at (1, 0, 0, ...), the profile times one factor, with a Gaussian prior: a few
 measurements change only the directions that they show, and the remaining prior gives the uncertainty of points that
 were never used. A measurement adds one row to a matrix of fixed size, older rows count less, and errors are relative.
 All in plain floats, because an agent's daemon imports no numpy.
@@ -53,7 +53,7 @@ Numbers = Annotated[tuple[float, ...], Meta(max_length=64)]
 
 
 class CostLaw(WireMessage, frozen=True):
-    """Measurements of one quantity, as the normal equations of its weights."""
+    """Measurements of time or power, as the normal equations for the weights of the law."""
 
     reference_point: OperatingPoint  # point of the first measurement, the unit of the columns
     reference_clocks: dict[ShortText, Amount]  # highest clocks of the board at the first measurement, by axis
@@ -70,7 +70,7 @@ class LatestTask(WireMessage, frozen=True):
 
 
 class LearnedModel(WireMessage, frozen=True):
-    """Learned time and power of one engine and workload. Laws are None while the profile holds."""
+    """Learned time and power of one engine and workload. A law is None while the profile is exact."""
 
     time: CostLaw | None = None
     power: CostLaw | None = None
@@ -121,11 +121,11 @@ def estimate_points(
 
 
 @cache_last_call
-def learn_segment(learned_model: LearnedModel, segment: TaskSegment, *, at_once: bool = False) -> LearnedModel:
+def learn_segment(learned_model: LearnedModel, segment: TaskSegment, *, accept_outlier: bool = False) -> LearnedModel:
     """Return the learned costs after one more segment. Impossible values change nothing.
 
-    A segment unlike all earlier ones is ignored unless `at_once`. A second one in a row resets the law, because the
-    work now runs on other hardware, for example on the CPU after the GPU failed.
+    A segment unlike all earlier ones is ignored unless `accept_outlier`. A second one in a row resets the law, because
+    the work now runs on other hardware, for example on the CPU after the GPU failed.
     """
     profile_s = cost_model.work_seconds(segment.work, segment.point)
     if profile_s is None or not 0 < segment.seconds < math.inf:
@@ -136,7 +136,7 @@ def learn_segment(learned_model: LearnedModel, segment: TaskSegment, *, at_once:
         TIME_SPREADS,
         segment,
         (profile_s, segment.seconds),
-        at_once,
+        accept_outlier,
         lambda law: _time_columns(law, segment.work)(point),
     )
     is_reset = learned_model.time is not None and time is not None and time.count < learned_model.time.count
@@ -148,7 +148,7 @@ def learn_segment(learned_model: LearnedModel, segment: TaskSegment, *, at_once:
         def power_columns(law: CostLaw) -> list[float]:
             return _power_columns(law, point, point_s, seconds_at(law.reference_point)[0])
 
-        power = _add_measurement(power, POWER_SPREADS, segment, (point.busy_w, watts), at_once, power_columns)
+        power = _add_measurement(power, POWER_SPREADS, segment, (point.busy_w, watts), accept_outlier, power_columns)
     return LearnedModel(time=time, power=power, latest=learned_model.latest)
 
 
@@ -156,7 +156,7 @@ def learn_segment(learned_model: LearnedModel, segment: TaskSegment, *, at_once:
 
 
 def _time_columns(law: CostLaw, work: WorkEstimate) -> Callable[[OperatingPoint], list[float] | None]:
-    """Return a function from a point to its columns of the time law, or to None without a predicted time."""
+    """Return a function from a point to the columns of the time law, or None if no time is predictable."""
     reference_s, unit_clocks = cost_model.work_seconds(work, law.reference_point), clocks_by_axis(law.reference_point)
     if reference_s is None:
         return lambda point: None
@@ -200,7 +200,7 @@ def highest_clocks(points: Sequence[OperatingPoint]) -> dict[str, float]:
 
 
 def _relative_clocks(unit_clocks: Mapping[str, float], point: OperatingPoint, axes: Sequence[str]) -> list[float]:
-    """Return clocks relative to a unit: 1 for a clock left to the board, 0 if the unit has none."""
+    """Return the point's clocks over `unit_clocks`: 1 if the point sets none, 0 if `unit_clocks` has none."""
     point_clocks = clocks_by_axis(point)
     return [
         point_clocks.get(axis, unit_clocks[axis]) / unit_clocks[axis] if axis in unit_clocks else 0.0 for axis in axes
@@ -208,7 +208,7 @@ def _relative_clocks(unit_clocks: Mapping[str, float], point: OperatingPoint, ax
 
 
 def _time_predictor(time: _LawFit | None, work: WorkEstimate) -> Callable[[OperatingPoint], tuple[float | None, float]]:
-    """Return a function from a point to its seconds, or None, and their relative standard deviation."""
+    """Return a function from a point to seconds (None if unknown) and their relative standard deviation."""
     columns = None if time is None else _time_columns(time.law, work)
 
     def seconds_at(point: OperatingPoint) -> tuple[float | None, float]:
@@ -234,7 +234,6 @@ class _LawFit(NamedTuple):
 
 
 def _fit_law(law: CostLaw | None, spreads: Sequence[float]) -> _LawFit | None:
-    """Return the non-negative weights of a law and their covariance, or None without a law."""
     if law is None:
         return None
     n = len(spreads)
@@ -269,12 +268,13 @@ def _add_measurement(
     spreads: Sequence[float],
     segment: TaskSegment,
     values: tuple[float, float],
-    at_once: bool,
+    accept_outlier: bool,
     columns: Callable[[CostLaw], list[float] | None],
 ) -> CostLaw | None:
-    """Return the law after a measurement, or None while the profile is exact. `values` are predicted and measured.
+    """Return the law after a measurement, or None while the profile predicts exactly.
 
-    An outlier is ignored, and a second one in a row, or the first with `at_once`, resets the law.
+    `values` are the predicted and the measured quantity. An outlier is ignored. A second outlier in a row, or the
+    first with `accept_outlier`, resets the law.
     """
     predicted, measured = values
     if law is None and abs(measured / predicted - 1) < EXACT_TOLERANCE:
@@ -288,7 +288,7 @@ def _add_measurement(
         if abs(measured / value - 1) > max(MIN_OUTLIER_ERROR, OUTLIER_SPREADS * math.hypot(spread, NOISE)):
             if fit.law.count < MIN_MEASUREMENTS:
                 law = _scale_law(fit.law, measured / value)
-            elif fit.law.is_outlier_pending or at_once:
+            elif fit.law.is_outlier_pending or accept_outlier:
                 law = None
             else:
                 return replace(fit.law, is_outlier_pending=True)

@@ -1,4 +1,4 @@
-"""Power and energy of one task: chooses a point, pins the clocks, reads sensors, unpins and accounts the energy.
+"""Power and energy of one task: choice of the point, clock control, sensor readings and accounting.
 
 The agent reports the task's progress. Nothing else in the agent changes clocks.
 
@@ -142,7 +142,6 @@ class EnergyAccount(msgspec.Struct, frozen=True):
         )
 
     def _describe_source(self) -> str:
-        """Return the sensor's name and how the energy was computed: from a counter, or from power by trapezoids."""
         sensor = self.last_reading.energy_source or "a sensor without a name"
         if self.has_counter:
             return f"{sensor}, counter"[:200]
@@ -255,7 +254,7 @@ class TaskPowerManager:
     # -- a task --
 
     def start_task(self, now_s: float) -> None:
-        """Start to measure a task before its process starts. Data is loaded at the board's own clocks."""
+        """Start measuring a task before its process starts. Data is loaded at the board's own clocks."""
         self.stop()
         reading = self._board.read_sensors(now_s)
         self._account = EnergyAccount(now_s, max_w=_max_plausible_w(self._board.points)).with_reading(now_s, reading)
@@ -303,7 +302,7 @@ class TaskPowerManager:
         return self._next_sample_s
 
     def end_task(self, work: WorkEstimate, wall_s: float, now_s: float) -> TaskCost:
-        """Return the cost of a completed task, and unpin the clocks. `wall_s` excludes process start and imports."""
+        """Return the cost of a completed task, and unpin the clocks. `wall_s` excludes the process start."""
         if self._account is None:
             return TaskCost(Cost(duration_s=wall_s), LearnedModel())
         self._work = work
@@ -349,7 +348,7 @@ class TaskPowerManager:
         return TaskSegment(self._pinned_point, work, seconds, power_w, self._highest_clocks)
 
     def _mean_power_w(self, measured: Cost, predicted: Cost, now_s: float) -> float | None:
-        """Return the measured mean power, or that of a simulated device's profile, or None if too uncertain."""
+        """Return the measured mean power, or None if too uncertain. Simulated devices use their profile's."""
         if measured.energy_j is None:  # a simulated device has its profile's power
             return (
                 predicted.energy_j / predicted.duration_s if predicted.energy_j and predicted.duration_s > 0 else None
@@ -365,7 +364,7 @@ class TaskPowerManager:
             self._pinned_point = self._point_name = None
 
     def _segment_s(self, share: float, now_s: float) -> float:
-        """Return the duration of the present segment, predicted on a simulated device and else by the clock."""
+        """Return the duration of the present segment: predicted on a simulated device, measured on others."""
         predicted_s = self._board.task_cost(self._work.scale(share), Cost(duration_s=0.0)).duration_s
         return predicted_s or now_s - self._segment_started_s
 
@@ -410,7 +409,6 @@ class TaskPowerManager:
             self._next_sample_s = min(self._next_sample_s, now_s + self._sample_interval_s)
 
     def _call_board(self, call: Callable[[], OperatingPoint | None]) -> OperatingPoint | None:
-        """Return the result of a call, or None after a ClockError, which is logged if it differs from the last."""
         try:
             return call()
         except ClockError as error:

@@ -39,7 +39,7 @@ def judge_check(limits: ReleaseLimits, outcome: WorkResult, inference_j: float |
 
 
 def exceeded_limit(limits: ReleaseLimits, metrics: dict[str, float]) -> str:
-    """Return a sentence on the first limit that the measured values miss, or "". Unmeasured values miss none."""
+    """Return a sentence on the first violated limit, or "". Limits without a measurement are skipped."""
     accuracy, previous_accuracy = metrics.get("accuracy"), metrics.get("accuracy_before")
     if limits.min_gain is not None and accuracy is not None and previous_accuracy is not None:
         gain = accuracy - previous_accuracy
@@ -62,7 +62,7 @@ def exceeded_limit(limits: ReleaseLimits, metrics: dict[str, float]) -> str:
 
 
 def accuracy_loss_reason(min_gain: float | None, previous: RunnerStatus | None, current: RunnerStatus) -> str:
-    """Return why a model misses its accuracy limit, judged by the labels of the runner's answers, or ""."""
+    """Return why labelled answers show that the gain in accuracy is below `min_gain`, or ""."""
     if min_gain is None or previous is None or previous.accuracy is None or current.accuracy is None:
         return ""
     gain = current.accuracy - previous.accuracy
@@ -76,7 +76,7 @@ def accuracy_loss_reason(min_gain: float | None, previous: RunnerStatus | None, 
 
 
 def needs_more_labels(min_gain: float | None, previous: RunnerStatus | None, current: RunnerStatus) -> bool:
-    """Return whether more labels of the runner's answers could still decide on the accuracy limit."""
+    """Return whether the accuracy limit is undecided until the runner has more labelled answers."""
     if min_gain is None or previous is None or previous.accuracy is None:
         return False
     if current.accuracy is None:

@@ -165,7 +165,6 @@ def _load_examples(request: CheckRequest, metadata: ExportedModel, load: Any) ->
 
 
 def _choose_evaluated(splits: tuple[Examples, Examples] | None) -> Examples | None:
-    """Return the held-out examples, the training examples if none are held out, or None without data."""
     return None if splits is None else splits[1] if len(splits[1]) else splits[0]
 
 
@@ -206,7 +205,7 @@ def _format_labels(labels: tuple[str, ...]) -> str:
 
 
 def _measure_accuracy(model: LoadedModel, held_out: Examples, notes: list[str]) -> dict[str, float]:
-    """Return accuracy and number of examples, or {} with a note for regression."""
+    """Return accuracy and number of examples. For regression, return {} and add a note."""
     task = model.metadata.task or "classes"
     if task == "regression":
         notes.append("accuracy was not measured: the model predicts numbers (regression)")
@@ -229,7 +228,7 @@ def _evaluate_scores(
 def _measure_current_model(
     engine: Any, request: CheckRequest, current_model: Path, load: Any, notes: list[str]
 ) -> float | None:
-    """Return the accuracy of the model in use, or None with a note if it cannot be measured."""
+    """Return the accuracy of the model in use, or None and add a note if it cannot be measured."""
     try:
         model = _load_model(engine, current_model)
         held_out = _choose_evaluated(_load_examples(request, model.metadata, load))
@@ -286,7 +285,10 @@ def _guess_shapes(shape: Shape) -> Iterator[tuple[int, ...]]:
 
 
 def _measure_latency(model: LoadedModel, examples: np.ndarray, timing_s: float) -> tuple[float, int]:
-    """Return the latency, the mean of the examples' median seconds, and the number of timed runs."""
+    """Return the examples' mean latency in seconds, and the number of runs.
+
+    The latency of an example is the median of its runs.
+    """
     for _ in range(WARM_UP_RUNS):
         model.run_prepared(examples[:1])
     durations_s: list[list[float]] = [[] for _ in examples]
@@ -301,7 +303,7 @@ def _measure_latency(model: LoadedModel, examples: np.ndarray, timing_s: float) 
 
 
 def _require_independent_answers(model: LoadedModel, example: np.ndarray, held_out: Examples | None) -> None:
-    """Raise ModelError if the output for an example changes with the other example of a batch."""
+    """Raise ModelError if the output for an example depends on the other examples of its batch."""
     other_example = np.zeros_like(example) if held_out is None else model.metadata.prepare_inputs(held_out.x[-1:])
     batch = np.concatenate(
         [example, np.zeros_like(example) if np.array_equal(example, other_example) else other_example]
@@ -385,7 +387,10 @@ NO_EXAMPLES: Final = Examples(np.empty((0,), np.float32), np.empty((0,), np.int6
 def assemble_network(
     files: SplitModelFiles, model: Path, budget_bytes: int, class_priors: np.ndarray | None = None
 ) -> str:
-    """Write the ONNX file `model` from shared and private parts. Return a note if private state is missing, or ""."""
+    """Write the ONNX file `model` from shared parts and this device's private state.
+
+    Return a note if private state is missing and the network is that of a new device, else "".
+    """
     task = personal_models.read_task(Path(files.shared))
     if task is None:
         raise ModelError(f"release file {files.shared} does not name its run: roll out the run again")
@@ -407,7 +412,6 @@ def assemble_network(
 def _compute_own_tensors(
     files: SplitModelFiles, task: Task, parts: personal_models.PersonalParts, model: Path, budget_bytes: int
 ) -> tuple[Tensors, str]:
-    """Return the tensors that the method computes on the device, and a note if private state is missing, or ""."""
     method = methods.load(task.method)
     if method.personal_model is None:
         raise JobError(f"method {task.method!r} does not define how a device assembles its network")

@@ -250,7 +250,7 @@ class ReleaseManager:
     def _perform_action(
         self, kind: ReleaseKind, action: state_machine.Action, record: state_machine.ReleaseRecord
     ) -> bool:
-        """Perform an action. Return whether a roll-back found a previous release, and True for other actions."""
+        """Perform an action. Return False only if a roll-back found no previous release."""
         release, blob, path = record.release, record.release.blob, None
         match action:
             case "fetch":

@@ -155,7 +155,6 @@ class ModelReleases(ReleaseKind):
     # -- stage --
 
     def stage(self, release: DesiredRelease, blob: Path | None) -> None:
-        """Store a model beside the model in use, and check its graph unless the check assembles the model."""
         assert blob is not None
         assert release.blob is not None
         name, disk = release.blob.sha256[:16], self._disk
@@ -244,7 +243,6 @@ class ModelReleases(ReleaseKind):
         self._worker.start(request, now_s)
 
     def _parts_of_model(self, folder: Path) -> SplitModelFiles | None:
-        """Return the files from which the check assembles the model, or None if the model is complete."""
         shared = folder / SHARED
         with disk_errors(f"read {shared}"):
             task = personal_models.read_task(shared, self._disk) if self._disk.is_file(shared) else None
@@ -278,7 +276,7 @@ class ModelReleases(ReleaseKind):
         return None
 
     def _store_check_output(self, release: DesiredRelease, verdict: CheckResult) -> CheckResult:
-        """Copy an assembled model and a TensorRT engine into the model's folder. Return the verdict, or a refusal."""
+        """Copy the check's files into the model's folder. Return `verdict`, or a refusal if unusable."""
         assert release.blob is not None
         folder, disk = self.folder / release.blob.sha256[:16], self._disk
         output_names = [MODEL] if disk.is_file(folder / SHARED) else []
@@ -312,7 +310,6 @@ class ModelReleases(ReleaseKind):
     # -- exchange --
 
     def activate(self, release: DesiredRelease) -> None:
-        """Point `current` at the model and `previous` at the one before, and start the owner's hook."""
         assert release.blob is not None
         name, current = release.blob.sha256[:16], self._disk.read_link(self.folder / CURRENT)
         if current != name:
@@ -327,7 +324,6 @@ class ModelReleases(ReleaseKind):
         self._start_observation_and_hook()
 
     def roll_back(self) -> bool:
-        """Activate the previous model, or none, and start the hook. Return False without a previous state."""
         previous = self._disk.read_link(self.folder / PREVIOUS)
         if previous is None or (previous != NOTHING and not self._disk.is_file(self.folder / previous / MODEL)):
             return False
@@ -352,7 +348,7 @@ class ModelReleases(ReleaseKind):
         return not self._hook.is_running and self._is_runner_up_to_date() and not self._awaits_labels()
 
     def _is_runner_up_to_date(self) -> bool:
-        """Return whether the runner serves the model in use, is inactive, or had enough time to change."""
+        """Return whether the runner serves the model in use, is inactive or took too long to load the model."""
         status, model_sha256 = self.runner.read_status(), self._served_sha256()
         if status is None or not model_sha256:
             return True

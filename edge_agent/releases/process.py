@@ -1,4 +1,4 @@
-"""Processes of releases: the check of a version, and the hook of the device's owner after each change of the model."""
+"""Processes of releases: the check of a version, and the owner's hook after a change of the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReleaseProcess:
     def start(
         self, command: Sequence[str], timeout_s: float, environment: Mapping[str, str], request: bytes = b""
     ) -> None:
-        """Start a command with `request` as its input, and kill a previous one. Raise OSError if it cannot start."""
+        """Kill the previous command and start another with `request` as its input, or raise OSError."""
         self.stop()
         self._end_s = self._clock() + timeout_s
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - `stop` closes it

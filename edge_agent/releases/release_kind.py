@@ -27,7 +27,7 @@ class ReleaseKind(Protocol):
         ...
 
     def stage(self, release: DesiredRelease, blob: Path | None) -> None:
-        """Write and verify a release, which is not activated yet. `blob` is the release's file if there is one.
+        """Write and verify a release without activating it. `blob` is the release's file, if there is one.
 
         Raises:
             ModelError: If the release cannot be used on this device. The text gives the reason.

@@ -218,9 +218,9 @@ def advance(state: ReleaseState, event: Event, now_s: float) -> Step:
 
 
 def _handle_release(state: ReleaseState, event: ReleaseReceived, now_s: float) -> Step:
-    """Start a release with a higher serial, or store it as next while another is activated, soaks or is rolled back.
+    """Start a release with a higher serial, or publish the progress again for any other serial.
 
-    For a serial that is not higher, publish the progress again.
+    While another release is activated, soaks or is rolled back, the new release is only stored as next.
     """
     release, record = event.release, state.record
     if record is None:

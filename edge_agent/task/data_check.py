@@ -1,8 +1,9 @@
-"""Check that a device's examples can be read, in a process of its own, because the daemon imports no numpy.
+"""Process that checks whether a device's examples can be read.
 
     python -m fedquilt.edge_agent.task.sandbox fedquilt.edge_agent.task.data_check PRIVATE PARENT
 
-The process reads the table [data] as JSON from stdin and writes the problem, or nothing, to stdout.
+The daemon starts this process because it imports no numpy itself. The process reads the table [data] as JSON from stdin
+and writes the problem, or nothing, to stdout.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def find_data_problem(data: Mapping[str, Any]) -> str:
 
 
 def warn_of_unreadable_data(settings: AgentSettings, private: Path) -> None:
-    """Log why this device cannot read its examples. The log line may come after the return."""
+    """Check in the background whether this device can read its examples, and log why it cannot."""
     if problem := describe_missing_data(settings):
         log.warning("%s", problem)
     elif settings.data:

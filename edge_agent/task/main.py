@@ -92,7 +92,7 @@ def run_task(
     own_process: bool = False,
     report_examples: Callable[[int], None] = lambda examples: None,
 ) -> WorkResult:
-    """Run a task and write its output into the output folder. Return a result with an error code after any exception.
+    """Run a task and write its output. Return a result with an error code after any exception.
 
     Args:
         request: Task with the paths of its files.
@@ -172,7 +172,7 @@ def build_client_context(
 
 
 def load_private_state(path: str | None, sha256: str, lost_reason: str, job: str) -> tuple[core.Tensors, str]:
-    """Return the private state of a job, and the reason why an existing state is unusable, or ""."""
+    """Return the private state of a job, and the reason why stored state is unusable, or ""."""
     if path is None:
         return {}, lost_reason
     payload = Path(path).read_bytes()
@@ -182,7 +182,7 @@ def load_private_state(path: str | None, sha256: str, lost_reason: str, job: str
 
 
 def require_fresh_state_allowed(method: Method, name: str, lost_reason: str) -> None:
-    """Raise StoreError if private state is lost and the method does not permit to start without."""
+    """Raise StoreError if private state is lost and the method cannot replace it by new state."""
     if lost_reason and not method.traits.replaces_private_state:
         raise StoreError(
             f"{lost_reason}, and {name} does not allow a device to start with new private state: run the job "
@@ -317,7 +317,7 @@ def plan_limit_bytes(request: WorkRequest) -> int:
 def _write_result(
     encoded: ClientResult, request: WorkRequest
 ) -> tuple[dict[str, core.BlobRef], dict[str, bytes], core.BlobRef | None]:
-    """Write the files. Return the bundles' references, contents of small bundles by sha256, and the private state."""
+    """Write the output files. Return bundle references, small bundles by sha256, and the private state."""
     refs, blobs, file_prefix = {}, {}, f"{request.output_folder}/{request.file_prefix}"
     for name, bundle in encoded.bundles.items():
         tensors.require_finite(bundle)

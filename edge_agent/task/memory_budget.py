@@ -56,7 +56,7 @@ class MemoryMargin:
         return self.failures + max(math.ceil(ratio_steps), 0)
 
     def plan_limit_bytes(self, budget_bytes: int, base_bytes: int) -> int:
-        """Return how much of a budget an engine may plan to use. `base_bytes` is its size without work."""
+        """Return the bytes that an engine may plan to use. `base_bytes` is the engine's size without work."""
         return base_bytes + int(max(budget_bytes - base_bytes, 0) / STEP_FACTOR**self.reduction_steps)
 
 
@@ -86,7 +86,7 @@ def memory_shortage(
     measured: Mapping[str, int],
     margin: MemoryMargin = MemoryMargin(),
 ) -> tuple[RefusalCode, str] | None:
-    """Return code and text of the reason why work does not fit even in its smallest steps, or None if it fits.
+    """Return code and reason if work does not fit even in its smallest steps, or None if it fits.
 
     The code is "budget" if the work never fits this device, "memory" if the work fits after memory is freed.
     """
@@ -192,7 +192,6 @@ class MemoryLimit:
         return task_group
 
     def _own_group(self) -> Path | None:
-        """Return this process's control group, or None in the root group and without cgroup v2."""
         # The root group is never returned, because it cannot be divided.
         with contextlib.suppress(OSError):
             for line in (self._proc / "self/cgroup").read_text().splitlines():
@@ -205,7 +204,7 @@ class MemoryLimit:
 
 
 def reset_peak(pid: int, proc: Path = PROC) -> bool:
-    """Reset the high-water mark of a child process. Return False if the kernel refuses."""
+    """Reset the peak resident size of a process. Return False if the kernel does not permit the reset."""
     try:
         (proc / str(pid) / "clear_refs").write_text("5")
     except OSError:

@@ -1,4 +1,4 @@
-"""Child process of the daemon, with non-blocking pipes and an explained end, and the request loop of the child."""
+"""Child process of the daemon with non-blocking pipes, and the loop that serves its requests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ChildProcess:
     """Process that reads requests from stdin and writes events to stdout.
 
     The command gets the id of this process as last argument. The constructor raises OSError if the process cannot be
-    started. Out-of-memory kills are counted on the machine and within the task's memory limit, None if unknown.
+    started. The functions count out-of-memory kills of the machine and of the task's group, or return None if unknown.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class ChildProcess:
 
 
 def _read_available(pipe: IO[bytes] | None) -> tuple[IO[bytes] | None, bytes]:
-    """Read about MAX_LINE_BYTES at most, without blocking. Return the pipe, or None after its end, and the bytes."""
+    """Read about MAX_LINE_BYTES without blocking. Return the pipe, None at its end, and the bytes."""
     parts: list[bytes] = []
     while pipe is not None and sum(map(len, parts)) <= MAX_LINE_BYTES:
         part = pipe.read(65536)
@@ -218,7 +218,7 @@ def _processes_in_group(leader: int) -> Iterator[int]:
 
 
 def serve_requests(request_type: type[R], handle_request: Callable[[R, Callable[[Event], None]], WorkResult]) -> None:
-    """Handle the requests on standard input, one after another, until the input or the parent process ends.
+    """Handle requests on standard input one after another, until the input or the parent process ends.
 
     The last command-line argument is the parent's process id. `handle_request` gets a request and a function that sends
     an event. All other output of this process goes to stderr.

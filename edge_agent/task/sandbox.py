@@ -58,7 +58,7 @@ CHECK_PROGRAM: Final = "fedquilt.edge_agent.releases.check_process"
 
 
 def task_command(private: Path, program: str = TASK_PROGRAM) -> tuple[str, ...]:
-    """Return the command of a task's or a check's process, which may write only its folders below `private`."""
+    """Return the command of a task or check process, which can write only folders below `private`."""
     return (sys.executable, "-m", "fedquilt.edge_agent.task.sandbox", program, str(private))
 
 
@@ -77,7 +77,7 @@ def enter_sandbox(private: Path) -> None:
 
 
 def apply_restrictions(writable: Iterable[Path]) -> tuple[str, ...]:
-    """Restrict this process permanently. Return those of "files" and "network" that the kernel has applied.
+    """Restrict this process permanently. Return the applied restrictions, from "files" and "network".
 
     "files" denies writes outside the folders, "network" sockets and system calls that reach other processes.
     """
@@ -139,7 +139,7 @@ def _restrict_network() -> bool:
 
 
 def _build_seccomp_program(calls: SystemCalls) -> list[bytes]:
-    """Return a program that denies sockets except Unix and Netlink, and calls that reach other processes."""
+    """Return a seccomp filter that denies sockets, except Unix and Netlink, and the calls `calls.denied`."""
     tests = [
         (LOAD, ARCHITECTURE_OFFSET, None),
         (EQUAL, calls.architecture, "next or refuse"),

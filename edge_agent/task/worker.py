@@ -189,11 +189,6 @@ class ChildWorker:
         self._request, self._idle_since_s = request, math.inf
 
     def poll_events(self, now_s: float) -> list[Event]:
-        """Return the child's events.
-
-        End the child if it exceeds its memory budget, ends by itself, breaks the protocol, cannot serve another
-        task or is idle too long.
-        """
         if self._start_failure is not None:
             start_failure, self._start_failure, self._request = self._start_failure, None, None
             return [start_failure]
@@ -242,7 +237,6 @@ class ChildWorker:
         self.kill()
 
     def _find_process_failure(self, child: ChildProcess, request: ProcessRequest) -> WorkResult | None:
-        """Return the failure of a process that has ended, breaks the protocol or is over its budget, or None."""
         resident_bytes = child.measure_resident_bytes()
         if child.is_garbled:
             return WorkResult(code="failed", reason=f"the task's process wrote invalid output: {child.last_output}")

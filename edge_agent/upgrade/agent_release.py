@@ -54,7 +54,6 @@ class LaunchInfo(msgspec.Struct, frozen=True):
 
 
 def read_launch_info(environ: Mapping[str, str] = os.environ) -> LaunchInfo | None:
-    """Return the launcher's information about this process, or None without a launcher."""
     try:
         return msgspec.json.decode(environ[launcher.LAUNCH_INFO_VARIABLE], type=LaunchInfo)
     except (KeyError, *DECODE_ERRORS):
@@ -108,7 +107,7 @@ class AgentKind(ReleaseKind):
             self._disk.write_atomically(file, launcher.format_choice(choice).encode())
 
     def _highest_signed_number(self) -> int:
-        """Return the highest number of a signed version: the recorded one, or of an installed one not on trial."""
+        """Return the highest number of a signed version that was ever confirmed on this device, or 0."""
         file = self._versions_folder() / HIGHEST_NUMBER_FILE
         with disk_errors(f"read {file}"):
             text = self._disk.read(file, 0, 32).decode(errors="replace").strip() if self._disk.is_file(file) else "0"
@@ -120,7 +119,7 @@ class AgentKind(ReleaseKind):
         return max([int(text), *(self._version_number(name) for name in versions)])
 
     def _version_number(self, name: str) -> int:
-        """Return the number in a version's manifest, or 0 if unreadable or unsigned bundles are accepted."""
+        """Return the number in a version's manifest, or 0 if unreadable or unsigned bundles are permitted."""
         if self._settings.upgrade.unsigned:
             return 0
         from fedquilt.edge_agent.upgrade import archive
@@ -215,7 +214,7 @@ class AgentKind(ReleaseKind):
             self._restart()
 
     def unhealthy_reason(self) -> str:
-        """Return why the launcher has rolled the version back, or "". Also record that a version on trial is online."""
+        """Return why the launcher has rolled the version back, or "". Record that a trial version is online."""
         if self._launch_info is None:
             return NO_LAUNCHER
         choice = self._read_choice()
@@ -227,7 +226,6 @@ class AgentKind(ReleaseKind):
         return ""
 
     def is_settled(self) -> bool:
-        """Return whether the chosen version runs and has been online, or cannot be started at all."""
         if self._launch_info is None or self._launch_info.fallback_reason:
             return True
         choice = self._read_choice()

@@ -118,7 +118,7 @@ def require_not_older(manifest: UpgradeManifest, newest: int) -> None:
 
 
 def flashed_packages(manifest: UpgradeManifest, packages: Iterable[str]) -> list[str]:
-    """Return the folders of packages that the bundle omits, or [] if none. Raise ModelError if one is missing."""
+    """Return the folders with the packages that a bundle omits. Raise ModelError if a package is missing."""
     if not manifest.present:
         return []
     folders = list(packages)
@@ -172,7 +172,7 @@ def build_environment(request: BuildRequest, disk: Disk = REAL) -> Path:
 
 @contextmanager
 def _open_private_copy(request: BuildRequest, disk: Disk) -> Iterator[IO[bytes]]:
-    """Yield a copy of the bundle without a name, which nothing can change between check and unpacking."""
+    """Yield an unnamed copy of the bundle, which no other process can change after the check."""
     with disk_errors(f"copy {request.bundle}", "free some space on the board"):
         disk.make_folder(Path(request.folder))
         file = tempfile.TemporaryFile(dir=request.folder)  # noqa: SIM115 - closed below

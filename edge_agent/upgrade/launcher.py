@@ -106,7 +106,6 @@ def fedquilt_command(program: str, arguments: Sequence[str]) -> list[str]:
 
 
 def roll_back(choice: VersionChoice, reason: str) -> VersionChoice:
-    """Return the choice of the previous version, with the reason why the current one is rolled back."""
     return VersionChoice(choice.flashed, choice.previous or "", returned=reason, failed=choice.current)
 
 
@@ -118,7 +117,7 @@ def describe_roll_back(choice: VersionChoice) -> str:
 def choose_version(
     choice: VersionChoice | None, flashed: str, boot: str, now_s: float, folder: Path
 ) -> tuple[VersionChoice, str]:
-    """Return the choice to store and start, and a message about a change, or "". Count a start of a trial."""
+    """Return the choice to store and start, and a message if it has changed. A trial gets one more start."""
     if choice is None:
         return VersionChoice(flashed), ""
     if choice.flashed != flashed:
@@ -142,7 +141,7 @@ def choose_version(
 def launch_info(
     folder: Path, flashed: str, running: str, arguments: list[str], fallback_reason: str = ""
 ) -> dict[str, Any]:
-    """Return the launcher's information for the agent. `fallback_reason` is why the choice does not run."""
+    """Return launcher data for the agent. `fallback_reason` is why the chosen version does not run, or ""."""
     packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     return {
         "folder": str(folder),

@@ -78,7 +78,7 @@ class DiskArray(TensorSpec):
 
 
 class LazyTensors(Mapping[str, np.ndarray]):
-    """Tensors that each access reads from the disk. `shapes` has their types and shapes."""
+    """Tensors that are read from the disk on each access. `shapes` has the types and shapes."""
 
     def __init__(self, shapes: Mapping[str, DiskArray]) -> None:
         self.shapes = shapes
@@ -94,7 +94,7 @@ class LazyTensors(Mapping[str, np.ndarray]):
 
 
 class ScratchFile:
-    """Anonymous file for arrays that change. Arrays of fewer than `min_entries` entries remain in memory."""
+    """Unnamed temporary file for arrays. Arrays of fewer than `min_entries` entries stay in memory."""
 
     def __init__(self, folder: StrPath, disk: Disk = REAL, min_entries: int = MIN_DISK_ENTRIES) -> None:
         self._folder, self._min_entries = folder, min_entries
@@ -112,7 +112,7 @@ class ScratchFile:
         return self._file.read_into(buffer, offset)
 
     def store_array(self, array: np.ndarray, previous: object = None) -> np.ndarray | DiskArray:
-        """Store an array, in the space of `previous` if it fits, and return its reference, or a small array itself."""
+        """Store a large array, over `previous` if of equal size. Return its reference, or a small array."""
         array = np.asarray(array, order="C")
         if array.size < self._min_entries:
             return array
@@ -125,7 +125,7 @@ class ScratchFile:
 
 
 def checksum(array: np.ndarray) -> int:
-    """Return the sum of an array's 64-bit words and remaining bytes, modulo 2^64. Each flipped bit changes the sum."""
+    """Return the sum of an array's 64-bit words and last bytes, modulo 2^64, which detects a flipped bit."""
     flat = np.asarray(array, order="C").reshape(-1).view(np.uint8)
     aligned_bytes = flat.size // 8 * 8
     word_sum = np.add.reduce(flat[:aligned_bytes].view(np.uint64), dtype=np.uint64)
@@ -191,7 +191,7 @@ class Float32Reader(SafetensorsReader):
 
 
 def write_safetensors(path: Path, arrays: Tensors, metadata: dict[str, str] | None = None, disk: Disk = REAL) -> None:
-    """Write the bytes of `encode_tensors` to a file, one tensor at a time. Raise OSError if the disk fails."""
+    """Write the bytes of `encode_tensors` to a file, one tensor at a time. May raise OSError."""
     shapes = tensors.tensor_shapes(arrays)
     empty = {name: np.empty(0, shapes[name].dtype) for name in sorted(shapes)}
     payload = safetensors.numpy.save(empty, metadata)  # the library orders tensors by type and name

@@ -39,7 +39,7 @@ MIN_FLOAT32_ENTRIES: Final = 1 << 16  # size of an array whose second limb start
 
 @dataclass(frozen=True)
 class ExactSum:
-    """Exact sum of floating-point arrays, or maximum of integer arrays (counters). Limbs may be `DiskArray` arrays."""
+    """Exact sum of floating-point arrays, or maximum of integer arrays (counters), in memory or on disk."""
 
     limbs: tuple[np.ndarray, ...]  # float64, then float32 or float64, or a single integer array
 
@@ -70,7 +70,7 @@ class ExactSum:
 
 
 def add_to_sum(total: ExactSum | None, array: np.ndarray, weight: float = 1.0) -> ExactSum:
-    """Return a sum with `array * weight` added, in the memory of `total`, which must not be used afterwards.
+    """Return a sum with `array * weight` added. `total` must not be used afterwards.
 
     Integer arrays are counters: the entrywise maximum is returned, and `weight` is ignored.
     """
@@ -96,7 +96,7 @@ _scratch_file: ContextVar[ScratchFile | None] = ContextVar("scratch_file", defau
 
 @contextmanager
 def sums_on_disk(scratch_file: ScratchFile | None) -> Iterator[None]:
-    """Store large sums created in the `with` block in a scratch file, or in memory if `scratch_file` is None."""
+    """Store large sums created in the `with` block in the scratch file, or in memory without a file."""
     token = _scratch_file.set(scratch_file)
     try:
         yield
@@ -113,7 +113,7 @@ def _store_limbs(limbs: tuple[np.ndarray, ...], previous: ExactSum | None = None
 
 
 def merge_sums(first: ExactSum, second: ExactSum) -> ExactSum:
-    """Return the sum of two sums, in the memory of `first`, which must not be used afterwards."""
+    """Return the sum of two sums. `first` must not be used afterwards."""
     for limb in second.limbs:
         values = np.asarray(limb)
         if values.any():  # the second limb is often zero
@@ -133,7 +133,7 @@ def rounded_values(total: Mapping[str, ExactSum]) -> dict[str, np.ndarray]:
 
 
 def _add_to_float_expansion(limbs: list[np.ndarray], block: slice, remainder: np.ndarray) -> None:
-    """Add numbers to a block of the flat limbs in place. Widen a float32 limb or append a limb where needed."""
+    """Add numbers to a block of flat limbs in place. Add or widen a limb if precision requires it."""
     for index, limb in enumerate(limbs):
         stored = limb[block]
         total = stored + remainder
@@ -156,7 +156,7 @@ def _add_to_float_expansion(limbs: list[np.ndarray], block: slice, remainder: np
 
 
 def require_valid_sums(sums: Mapping[str, ExactSum], reference: Tensors, weight: float) -> None:
-    """Raise UpdateError unless the sums match `reference` in names, shapes and types and could have this weight."""
+    """Raise UpdateError unless the sums match the tensors `reference` and are possible for this weight."""
     if unmatched_names := sorted(sums.keys() ^ reference.keys()):
         raise UpdateError(
             f"names of sums differ: {', '.join(unmatched_names[:5])}{' ...' if len(unmatched_names) > 5 else ''}"
@@ -186,7 +186,7 @@ def _require_valid_sum(name: str, total: ExactSum, reference: np.ndarray, weight
 
 
 def merge_accumulators(first: Any, second: Any) -> Any:
-    """Return two accumulators merged, in the memory of `first`, which must not be used afterwards.
+    """Return two accumulators merged. `first` must not be used afterwards.
 
     Exact sums and integers are added. Mappings and dataclasses are merged by field, and other types by `merge_with`.
     """
@@ -210,7 +210,7 @@ def merge_accumulators(first: Any, second: Any) -> Any:
 def map_limbs(
     value: Any, convert_limb: Callable[[Any], Any], convert_array: Callable[[Any], Any] = lambda array: array
 ) -> Any:
-    """Return a copy of an accumulator with all limbs of exact sums converted, and all other arrays."""
+    """Return a copy of an accumulator, with limbs and other arrays converted by the two functions."""
     if isinstance(value, ExactSum):
         return ExactSum(tuple(convert_limb(limb) for limb in value.limbs))
     if isinstance(value, Mapping):
@@ -237,7 +237,7 @@ def read_accumulator(path: StrPath, kind: type[T], disk: Disk, scratch_file: Scr
 
 
 def copy_accumulator(value: Any) -> Any:
-    """Return a copy of an accumulator, with large arrays on the disk within `sums_on_disk`."""
+    """Return a copy of an accumulator. Within `sums_on_disk`, large arrays are copied to the disk."""
     scratch_file = _scratch_file.get()
     return map_limbs(value, np.array if scratch_file is None else scratch_file.store_array)
 

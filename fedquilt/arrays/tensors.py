@@ -77,9 +77,9 @@ def cast_like(model: Tensors, reference: Tensors) -> dict[str, np.ndarray]:
 
 
 def map_arrays(function: Callable[..., np.ndarray], first: Tensors, *other_models: Tensors) -> Tensors:
-    """Return `function` of the arrays of each name, or raise UpdateError if names or shapes differ.
+    """Return `function(first[name], *others[name])` for each name, or raise UpdateError.
 
-    All models but the first must be finite, or DivergedError is raised.
+    All models need the same names and shapes. All but the first must be finite, or DivergedError is raised.
     """
     for other in other_models:
         require_matching(other, first)
@@ -89,7 +89,7 @@ def map_arrays(function: Callable[..., np.ndarray], first: Tensors, *other_model
 
 
 def require_matching(tensors: Tensors, reference: Tensors) -> None:
-    """Raise UpdateError if names or shapes differ from `reference`, or DivergedError if a number is not finite."""
+    """Raise UpdateError if names or shapes differ from `reference`, or DivergedError unless finite."""
     _require_names(tensors, reference)
     for name, array in tensor_shapes(tensors).items():
         _require_shape(name, array, tensor_shapes(reference)[name])
@@ -266,14 +266,13 @@ def split_state(state: Any) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 
 class _ArrayPlaceholder:
-    """Array on disk within a skeleton. Without the wrapper, msgspec would encode the fields of `DiskArray`."""
+    """Wrapper of a `DiskArray` in a skeleton, because msgspec would encode the array's own fields."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
 
 
 def _convert_scalars(value: Any, kind: Any, path: str) -> Any:
-    """Return a value of a state with numpy scalars as arrays of shape () or plain numbers, by its annotation `kind`."""
     if _declares_array(kind):
         if isinstance(value, np.generic):
             return np.asarray(value)
@@ -307,7 +306,6 @@ def _declares_array(kind: Any) -> bool:
 
 @cache
 def _type_arguments(kind: Any, generic: type) -> tuple[Any, ...]:
-    """Return the arguments of a type, or of a member of a union, that is a subclass of `generic`, or ()."""
     for option in (kind, *get_args(kind)):
         origin = get_origin(option)
         if isinstance(origin, type) and issubclass(origin, generic):
@@ -330,7 +328,7 @@ def array_mapping_fields(kind: type) -> list[str]:
 
 
 def unpack_state(payload: bytes, kind: type[T]) -> T:
-    """Return the state of type `kind` from the bytes of `pack_state`, bit-identical, or raise NoStateError."""
+    """Return the bit-identical state of type `kind` from bytes of `pack_state`, or raise NoStateError."""
     try:
         arrays = safetensors.numpy.load(payload)
         (size,) = struct.unpack("<Q", payload[:8])
@@ -362,7 +360,7 @@ def total_bytes(bundles: Iterable[Tensors]) -> int:
 
 
 def require_known_fields(stored: Any, read: Any, path: str) -> None:
-    """Raise ValueError if `stored` has a field that `read`, the object decoded from it, lacks."""
+    """Raise ValueError if `stored` has fields that are lost in `read`, the object decoded from `stored`."""
     if not _has_fields(stored):
         return
     if is_dataclass(read) or isinstance(read, msgspec.Struct):

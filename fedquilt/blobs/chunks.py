@@ -28,7 +28,7 @@ class DamagedBlobError(StoreError): ...
 
 
 def chunk_size_for(max_payload: int) -> int:
-    """Return the chunk size in bytes for a link with payloads of up to `max_payload` bytes, or raise LinkError."""
+    """Return the chunk size in bytes for payloads of at most `max_payload` bytes, or raise LinkError."""
     chunk_bytes = min(wire.MAX_CHUNK, max_payload - HEADROOM_BYTES)
     if chunk_bytes < wire.MIN_CHUNK:
         min_bytes = wire.MIN_CHUNK + HEADROOM_BYTES
@@ -82,7 +82,7 @@ class ManifestBuilder:
             )
 
     def hash_chunks(self, limit_bytes: float = math.inf) -> wire.BlobManifest | None:
-        """Hash about `limit_bytes` more bytes. Return the manifest at the end, else None, or raise DamagedBlobError."""
+        """Hash about `limit_bytes` more. Return the manifest when complete, or raise DamagedBlobError."""
         ref, remaining_bytes = self._blob_ref, limit_bytes
         while len(self._digests) < self._count and remaining_bytes > 0:
             offset = len(self._digests) * self._chunk
@@ -102,7 +102,7 @@ def damaged_arrival_error(ref: BlobRef) -> DamagedBlobError:
 
 
 def ref_from_bytes(payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-    """Return the reference of a blob with this content, or raise DamagedBlobError if the blob is not `expected`."""
+    """Return the reference of a blob's bytes, or raise DamagedBlobError if they are not `expected`."""
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
     if expected is not None and expected != ref:
         raise damaged_arrival_error(expected)

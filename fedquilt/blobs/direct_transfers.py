@@ -75,11 +75,11 @@ class TransferBackend:
         return ()
 
     def upload_locations(self, device: str, writer: BlobWriter) -> tuple[BlobLocation, ...]:
-        """Return the locations to which a device may upload. The coordinator's HTTP server writes into `writer`."""
+        """Return where a device may upload a blob. The coordinator's HTTP server passes uploads to `writer`."""
         return ()
 
     def uploaded_locations(self, device: str, ref: BlobRef, location_index: int) -> tuple[BlobLocation, ...]:
-        """Return the locations from which to fetch a blob that a device has uploaded to the location of this index."""
+        """Return where to fetch a blob that a device uploaded to the location with this index."""
         return ()
 
     def close_locations(self, key: Key) -> None: ...
@@ -114,7 +114,7 @@ class TransferBackend:
             os.eventfd_write(self._wake_fd, 1)
 
     def retry_at_s(self, locations: Sequence[BlobLocation]) -> float:
-        """Return the earliest time to try one of the locations, in seconds of the monotonic clock, or -infinity."""
+        """Return the first time (monotonic) to try one of the locations, or -infinity without HTTP client."""
         client = self._http
         return min((client.retry_at_s(location) for location in locations), default=math.inf) if client else -math.inf
 
@@ -268,7 +268,7 @@ class DirectTransfers:
             transfer.download.resume_requests(None, now_s)
 
     def start_download(self, key: Key, download: Download, now_s: float) -> None:
-        """Pause requests of a download and fetch the blob from a location, or offer the device an upload location.
+        """Fetch a blob from a location, or offer the device an upload location. Pause requests on the link.
 
         Blobs of one chunk and blobs without a location remain on the link.
         """
@@ -313,7 +313,7 @@ class DirectTransfers:
             self._abandon(key, transfer, reason)
 
     def take_results(self, now_s: float) -> list[tuple[TransferResult, int]]:
-        """Return ended downloads with the bytes received. Continue failed ones over the link, report ended uploads."""
+        """Return the downloads that ended, with bytes received, and continue failed ones over the link."""
         results = []
         for result in self._backend.take_results():
             if result.writer is None:

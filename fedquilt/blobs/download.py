@@ -1,4 +1,4 @@
-"""Receiving side of transfers: the protocol with one peer over the link, and the writer for transfer backends.
+"""Receiving side of transfers: the protocol over the link, and the writer for transfer backends.
 
 `Download` decides requests, verification and timeouts without I/O.
 
@@ -96,7 +96,7 @@ class Download:
         return min(min(self._request_times.values()) + self.timeout_s, self._progress_s + STALL_TIMEOUT_S)
 
     def next_requests(self, now_s: float, available_bytes: float = math.inf) -> list[wire.ChunkRequest]:
-        """Return the messages to send now, for at most `available_bytes` beyond the outstanding bytes."""
+        """Return the messages to send now. They request at most `available_bytes` more than is outstanding."""
         if self.is_paused:
             return []
         has_overdue = self._drop_overdue_requests(now_s) or self._has_lost_request
@@ -180,7 +180,7 @@ class Download:
         self._missing_chunks = self.stored_chunks.count(0)
 
     def handle_chunk(self, index: int, payload: bytes, now_s: float) -> bool:
-        """Record an arrived chunk. Return whether it was missing and is valid, so that the caller must store it."""
+        """Record an arrived chunk. Return whether the caller must store it: it was missing and is valid."""
         if self.manifest is None or not 0 <= index < len(self.stored_chunks):
             return False
         self._drop_overtaken_requests(index)
@@ -248,7 +248,7 @@ class Download:
         self._first_and_last_request_s.clear()
 
     def handle_reconnect(self, chunk_bytes: int, now_s: float) -> None:
-        """Forget outstanding requests after a reconnection, and the manifest if chunks must be smaller."""
+        """Drop outstanding requests after a reconnection, and the manifest if chunks must be smaller now."""
         self._clear_requests()
         self.backoff = 0
         self._window = _START_WINDOW
@@ -261,7 +261,7 @@ class Download:
         self._clear_requests()
 
     def resume_requests(self, stored_chunks: bytes | bytearray | None, now_s: float) -> None:
-        """Request the missing chunks again. `stored_chunks` replaces the known ones unless None."""
+        """Request the missing chunks again. `stored_chunks` marks the stored chunks, None if unchanged."""
         self.is_paused = False
         if stored_chunks is not None:
             self.set_stored_chunks(stored_chunks)
@@ -323,7 +323,7 @@ class BlobWriter:
         self._skip_complete_ranges()
 
     def replace_writer(self) -> int:
-        """Return the id for a new connection's writes. Writes with earlier ids raise WriterClosedError from now on."""
+        """Return the id for a new connection's writes. Earlier ids raise WriterClosedError from now on."""
         with self._lock:
             self._writer_id += 1
             return self._writer_id
@@ -333,7 +333,7 @@ class BlobWriter:
         return (self.offset, self._ranges[0][1]) if self._ranges else None
 
     def write(self, data: memoryview, writer_id: int) -> None:
-        """Write the next bytes of the range that `next_range` returns, or raise WriterClosedError or StoreError."""
+        """Write the next bytes of the range from `next_range`. May raise WriterClosedError or StoreError."""
         with self._lock:
             self._require_current(writer_id)
             if not self._ranges or self.offset + len(data) > self._ranges[0][1]:
@@ -346,7 +346,7 @@ class BlobWriter:
             self._skip_complete_ranges()
 
     def finish(self, writer_id: int) -> None:
-        """Verify the part, rename it to the blob, and close the writer, or raise WriterClosedError or StoreError.
+        """Verify the part, rename it to the blob and close. May raise WriterClosedError or StoreError.
 
         If chunks do not match the manifest, `stored_chunks` marks the matching chunks, and ContentError is raised.
         """

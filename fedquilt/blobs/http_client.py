@@ -55,7 +55,7 @@ class MinimumThroughput:
 
 
 class HttpClient:
-    """HTTP client for blob locations, with retries. A host that was not reached is in backoff for up to an hour."""
+    """HTTP client for blob locations, with retries. An unreachable host is in backoff for up to an hour."""
 
     def __init__(
         self, identity: LinkIdentity | None = None, ca: Path | None = None, sleep: Callable[[float], None] = time.sleep
@@ -186,7 +186,7 @@ class HttpClient:
         return int(offset)
 
     def send_request(self, method: str, location: BlobLocation) -> tuple[int, str]:
-        """Send a request without a body. Return status and Date header, or raise BlobLocationError without response."""
+        """Send a request without a body. Return status and Date header, or raise BlobLocationError."""
         responses: list[tuple[int, str]] = []
 
         def attempt(location: BlobLocation) -> None:
@@ -202,7 +202,6 @@ class HttpClient:
         attempt: Callable[[BlobLocation], None],
         moved_bytes: Callable[[BlobLocation], int],
     ) -> int:
-        """Return the index of the first location for which `attempt` succeeds, or raise BlobLocationError."""
         failures: list[BlobLocationError] = []
         for index, location in enumerate(locations):
             if self.retry_at_s(location) > time.monotonic():

@@ -100,7 +100,7 @@ class BlobStore:
     def pin_during(
         self, work_item: Callable[[], T], callback: Callable[[Callable[[], T], float], None]
     ) -> tuple[Callable[[], T], Callable[[Callable[[], T], float], None]]:
-        """Return a work item and its callback, wrapped so that the item's blobs are pinned until both have run."""
+        """Return both functions wrapped, so that the work item's blobs are pinned until the callback has run."""
         pins = set[str]()
 
         def run_pinned() -> T:
@@ -136,12 +136,12 @@ class BlobStore:
         return any(sha256 in pins for pins in self._pins.values())
 
     def blob_path(self, sha256: str) -> Path | None:
-        """Return the path of an undamaged blob, or None if missing or damaged. Raise StoreError if the disk fails."""
+        """Return the path of an intact blob, or None if missing or damaged. Raise StoreError on disk errors."""
         path = self.verified_path(sha256)
         return None if path is None else Path(path)
 
     def verified_path(self, sha256: str, *, caller_hashes: bool = False) -> str | None:
-        """Return the path of an undamaged blob, or None if missing or damaged.
+        """Return the path of an intact blob, or None if missing or damaged.
 
         A blob of the pack file is stored as a file first. With `caller_hashes`, the caller must verify the file, and
         the store hashes the file at most once an hour. Raise StoreError if the disk fails.
@@ -195,7 +195,7 @@ class BlobStore:
                 self._move_damaged_aside(sha256)
 
     def read_range(self, sha256: str, offset: int, size: int) -> bytes:
-        """Return up to `size` bytes of a blob from `offset`, without verification. Raise StoreError if missing."""
+        """Return up to `size` unverified bytes of a blob from `offset`. Raise StoreError if missing."""
         with self._report_disk_errors(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.read_range(sha256, offset, size)
@@ -207,7 +207,7 @@ class BlobStore:
             return self.disk.open_for_reading(self._file_path(sha256))
 
     def load(self, sha256: str) -> bytes | None:
-        """Return the verified bytes of a blob, or None if missing or damaged. Raise StoreError if the disk fails."""
+        """Return a blob's verified bytes, or None if missing or damaged. Raise StoreError on disk errors."""
         self._pin(sha256)
         with self._report_disk_errors(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
@@ -222,14 +222,14 @@ class BlobStore:
                 return self.load_packed(sha256)
 
     def load_packed(self, sha256: str) -> bytes | None:
-        """Return a verified blob of the pack file, this process's or its owner's, or None if missing or damaged."""
+        """Return a verified blob from the pack file of the store's owner, or None if missing or damaged."""
         with self._report_disk_errors(f"read blob {sha256[:12]}"):
             if self._pack is not None:
                 return self._pack.load(sha256)
             return read_foreign_blob(self._prefix + PACK_FILE_NAME, self.disk, sha256)
 
     def store_bytes(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        """Store bytes and return their reference, or raise DamagedBlobError if they are not the blob `expected`."""
+        """Store bytes and return their reference, or raise DamagedBlobError if they are not `expected`."""
         ref = chunks.ref_from_bytes(payload, expected)
         self._pin(ref.sha256)
         with suppress(OSError):
@@ -242,7 +242,7 @@ class BlobStore:
         return ref
 
     def store_small(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        """Store a blob that only this process needs for a short time, in the pack file if possible, else as a file."""
+        """Store a blob for a short time, in the pack file if this process owns the store, else as a file."""
         if self._pack is None or len(payload) > MAX_SMALL_BYTES:
             return self.store_bytes(payload, expected)
         ref = chunks.ref_from_bytes(payload, expected)
@@ -259,7 +259,7 @@ class BlobStore:
         return ref
 
     def write_unnamed(self, ref: BlobRef, payload: bytes) -> int:
-        """Write a blob to the pack file and return its offset, for `name_blob` or `discard_unnamed`."""
+        """Write a blob to the pack file and return its offset. Call `name_blob` or `discard_unnamed` next."""
         assert self._pack is not None
         with self._report_disk_errors(f"store blob {ref.sha256[:12]}"):
             return self._pack.write_blob(ref.sha256, payload)
@@ -273,7 +273,7 @@ class BlobStore:
         self._pack.free_space(offset, ref.size)
 
     def store_untrusted_file(self, path: StrPath, expected: BlobRef) -> None:
-        """Store a copy of a file that another process may change. Raise DamagedBlobError if it is not `expected`."""
+        """Store a copy of a file that others may change, or raise DamagedBlobError if not `expected`."""
         if self.has_blob(expected):
             return
         with self._report_disk_errors(f"store {path}"), self._temporary_path() as temporary:
@@ -304,7 +304,7 @@ class BlobStore:
         return ref
 
     def adopt_file(self, path: str, ref: BlobRef) -> None:
-        """Move a file into the store, without hashing or syncing. The caller guarantees that the file matches `ref`."""
+        """Move a file into the store without hash and sync. The caller guarantees that the file is the blob."""
         with self._report_disk_errors(f"store {path}"):
             if self.has_blob(ref):
                 self.disk.unlink(path)
@@ -357,7 +357,7 @@ class BlobStore:
             self._verification_cache.touch(self._file_path(sha256), sha256)
 
     def open_part(self, manifest: wire.BlobManifest) -> bytearray:
-        """Open or create the part of a blob, and hash the chunks in it. Return one byte per chunk, 1 if verified."""
+        """Open or create a blob's part and hash its chunks. Return one byte per chunk, 1 if verified."""
         stored_chunks = bytearray(chunks.chunk_count(manifest))
         with self._report_disk_errors(f"receive blob {manifest.sha256[:12]}"):
             part = self._part_path(manifest.sha256)
@@ -374,9 +374,9 @@ class BlobStore:
             self.disk.write_at(self._part_path(sha256), payload, offset)
 
     def finish_part(self, ref: BlobRef, digest: str | None = None) -> None:
-        """Verify a complete part and rename it to the blob. `digest` is the part's sha256 if known to the caller.
+        """Verify a complete part and rename it to the blob. `digest` is the part's sha256, if computed before.
 
-        A part that is not the blob is deleted and raises DamagedBlobError.
+        A part with other content is deleted and raises DamagedBlobError.
         """
         part = self._part_path(ref.sha256)
         with self._report_disk_errors(f"complete blob {ref.sha256[:12]}"):
@@ -530,7 +530,7 @@ class VerificationCache:
             self._hashed_files[sha256] = (info, hashed_s)
 
     def load(self, path: str, sha256: str, *, is_verified: bool) -> bytes | None:
-        """Return the bytes of a file, or None after two reads with another sha256."""
+        """Return the bytes of a file, or None if two reads do not match the sha256."""
         for _ in range(2):
             payload = self._disk.read(path)
             if is_verified or hashlib.sha256(payload).hexdigest() == sha256:

@@ -34,10 +34,10 @@ _MAX_SMALL_DOWNLOADS: Final = 128  # simultaneous downloads of blobs with at mos
 
 
 class Transfers:
-    """Downloads of requested blobs and responses to peers' requests, driven by `handle_message` and `step`.
+    """Downloads of blobs from peers, and responses to peers that request blobs.
 
-    `is_allowed(device, sha256)` permits the response to a request. Blobs of `background_bytes` and more are verified
-    in a thread.
+    The owner calls `handle_message` and `step`. `is_allowed(device, sha256)` permits the response to a request. Blobs
+    of `background_bytes` and more are verified in a thread.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Transfers:
         return self._backend.fds()
 
     def request_blob(self, device: str, ref: BlobRef, *, use_queue: bool = False) -> None:
-        """Start to fetch a blob from the peer, with `use_queue` as soon as the upload queue permits.
+        """Fetch a blob from the peer. With `use_queue`, the fetch starts when the upload queue permits.
 
         `device` is the device at the other end of the link, or the agent's own device. `take_finished` reports the end.
         """
@@ -95,7 +95,7 @@ class Transfers:
             self._waiting[key] = None
 
     def cancel(self, device: str, sha256: str) -> None:
-        """Stop to fetch a blob. Stored chunks are kept, and `take_finished` does not report the transfer."""
+        """Stop fetching a blob. Stored chunks are kept, and `take_finished` does not report the transfer."""
         self._forget_transfer((device, sha256))
 
     def yield_turn(self, device: str, now_s: float) -> None:
@@ -319,7 +319,7 @@ class Transfers:
         return sum(download.outstanding_bytes for download in self._active_downloads.values())
 
     def _blobs_to_suspend(self, key: Key) -> list[Key]:
-        """Return the downloads to suspend after a timeout of one, or [] if no other download waits."""
+        """Return the downloads to suspend after the timeout of `key`, or [] if no other download waits."""
         if not self._waiting and not self.queue:
             return []
         if not self.queue.contains(*key):

@@ -1,4 +1,4 @@
-"""Sending side of transfers: order of the devices' uploads, and sending of requested chunks and manifests.
+"""Sending side of transfers: order of the devices' uploads, and requested chunks and manifests.
 
 Uploads take disk space until they are processed. Devices therefore upload in order of arrival, within a limit on the
 bytes of active and unprocessed uploads. A device whose transfer stalls moves to the end of the queue.
@@ -54,7 +54,7 @@ class UploadQueue:
         return bool(self._waiting_since_s)
 
     def set_unprocessed(self, devices: int, unprocessed_bytes: int, limit_bytes: float) -> None:
-        """Set the number of devices and bytes of unprocessed uploads, and the byte limit. Release finished devices."""
+        """Set the unprocessed uploads (devices, bytes) and the byte limit. Release finished devices."""
         self._unprocessed_devices, self._unprocessed_bytes, self._limit_bytes = devices, unprocessed_bytes, limit_bytes
         for device in self._finished_devices - self._pending.keys():
             self._end_turn(device)
@@ -223,7 +223,7 @@ class ChunkSender:
         return None
 
     def _find_or_build_manifest(self, device: str, sha256: str, requested_bytes: int) -> wire.BlobManifest | None:
-        """Return the manifest, or None while it is built. Raise StoreError for a missing or forbidden blob."""
+        """Return the manifest, or None while it is built. Raise StoreError if missing or not permitted."""
         if not self._is_allowed(device, sha256):
             raise StoreError(f"blob {sha256[:12]} is not for {device} at this time")
         ref = self._blob_store.find_ref(sha256)
@@ -240,7 +240,6 @@ class ChunkSender:
         return self._manifests.get(key)
 
     def _continue_building(self, key: tuple[str, int]) -> bool:
-        """Hash a part of a blob. Return whether the manifest is complete. Raise StoreError if the blob is damaged."""
         device, builder = self._manifest_builders[key]
         try:
             manifest = builder.hash_chunks(HASH_STEP_BYTES)

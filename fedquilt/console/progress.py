@@ -103,7 +103,7 @@ class ProgressLine:
                 print(f"{headline}:{remaining}" if remaining else headline, file=self._out, flush=True)
 
     def set_part(self, name: str, done: float, total: float) -> None:
-        """Set the name of the current part, and the numbers of completed and of all parts, for `show_progress`."""
+        """Set the current part for `show_progress`: its name, and numbers of completed and of all parts."""
         self._part = (name, done, total)
 
     def show_elapsed(self, operation: str, started_s: float) -> None:
@@ -126,7 +126,7 @@ class ProgressLine:
             self._out.flush()
 
     def print_to_stdout(self, *lines: str) -> None:
-        """Print permanent lines to standard output. Live lines may be on the same terminal and are removed first."""
+        """Print permanent lines to standard output, after removing live lines of the same terminal."""
         with _LOCK:
             _wipe_lines()
             for line in lines:
@@ -161,7 +161,6 @@ class ProgressLine:
         return f"\r\x1b[{len(self._drawn_lines) - 1}A\x1b[J" if len(self._drawn_lines) > 1 else "\r\x1b[K"
 
     def _format_remaining(self, done: float | None, total: float | None, now_s: float) -> str:
-        """Return the percentage and, once known, the remaining time, as text after a line, or "" without a total."""
         if done is None or not total:
             return ""
         if self._first_progress is None or self._first_progress[0] != total or done < self._first_progress[1]:

@@ -39,7 +39,7 @@ def format_time_of_day(time_s: float, now_s: float) -> str:
 
 
 def parse_amount(text: str, scales: Mapping[str, float], noun: str) -> float:
-    """Return a number times the scale of its unit, such as "1.5 h", or raise ValueError with `noun` for the value."""
+    """Return a number with a unit, such as "1.5 h", times the unit's scale. Errors name the value `noun`."""
     match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?) ?([A-Za-z%/]+)", text.strip())
     if match is None or match[2] not in scales:
         *first_units, last_unit = scales

@@ -33,7 +33,7 @@ def select_rates(work: WorkEstimate, point: OperatingPoint) -> Rates | Operating
 
 
 def work_seconds(work: WorkEstimate, point: OperatingPoint) -> float | None:
-    """Return the seconds of the work at a point, or None if the work is empty or its rate of arithmetic is unknown."""
+    """Return the seconds of the work at a point, or None without work or without an arithmetic rate."""
     rates = select_rates(work, point)
     if work.flops > 0 and not rates.flops_per_s:
         return None
@@ -65,7 +65,7 @@ class LinkCost(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> LinkCost:
-        """Return the link of a rate with an optional delay per task, such as "2MB/s 50ms", or raise ValueError."""
+        """Return the link of a text "2MB/s" or, with a delay for each task, "2MB/s 50ms", or raise ValueError."""
         rate, _, delay = text.strip().partition(" ")
         scales = {f"{unit}/s": scale for unit, scale in (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9))}
         bytes_per_s = units.parse_amount(rate, scales, "rate")
@@ -111,7 +111,7 @@ class Layer(NamedTuple):
 
 
 class PassCost(NamedTuple):
-    """Cost per example, with launches per mini-batch."""
+    """Cost of a pass: FLOPs and bytes per example, kernel launches per mini-batch."""
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -128,7 +128,7 @@ def parse_layers(meta: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 
 def layers_by_tensor(layers: Sequence[Layer], names: Iterable[str]) -> dict[str, str]:
-    """Return the path of each tensor's layer: the nearest enclosing module, or else the first layer."""
+    """Return the path of each tensor's layer: the nearest enclosing layer, or the first layer if none."""
     paths, first_path = {layer.path for layer in layers}, layers[0].path if layers else ""
     tensors = {}
     for name in names:
@@ -167,14 +167,14 @@ def training_cost(layers: Sequence[Layer], trained_names: Iterable[str]) -> Pass
 def split_at_trained(
     layers: Sequence[Layer], trained_names: Iterable[str]
 ) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
-    """Return the layers before the first trained layer, and the layers from there."""
+    """Return two parts of the layers, the second of which starts at the first trained layer."""
     trained = set(layers_by_tensor(layers, trained_names).values())
     first_index = next((index for index, layer in enumerate(layers) if layer.path in trained), len(layers))
     return tuple(layers[:first_index]), tuple(layers[first_index:])
 
 
 def scale_layers(layers: Sequence[Layer], full_model: Tensors, part: Tensors) -> tuple[Layer, ...]:
-    """Return the layers of a narrower or shallower part of a model, scaled by the part's share of each layer's weights.
+    """Return the layers of a smaller part of a model, with costs scaled by the part's share of weights.
 
     A layer without weights is scaled like the previous layer. Layers that the part lacks are left out.
     """
@@ -197,7 +197,7 @@ def scale_layers(layers: Sequence[Layer], full_model: Tensors, part: Tensors) ->
 
 
 def add_adapter_layers(layers: Sequence[Layer], backbone: Tensors, added: Tensors) -> tuple[Layer, ...]:
-    """Return the layers with low-rank adapters: each added matrix becomes a layer after the layer that it adapts.
+    """Return the layers with low-rank adapters: each added matrix is a layer after its adapted layer.
 
     The matrix is applied as often as the weights of that layer. Added tensors other than matrices cost nothing.
     """
@@ -257,7 +257,7 @@ def inference_work(
 ) -> WorkEstimate:
     """Return the work of forward passes over a share of a device's examples, EVALUATION_BATCH at once.
 
-    `batch` is the mini-batch of the estimate, to which counts per mini-batch refer.
+    Counts per mini-batch in the estimate are for mini-batches of `batch` examples.
     """
     return WorkEstimate(
         flops_per_example=share * pass_cost.flops,

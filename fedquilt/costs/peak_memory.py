@@ -1,7 +1,8 @@
-"""Predicted peak memory in bytes of training and inference above an idle engine, for engines and admission.
+"""Predicted peak memory of training and inference, in bytes above that of an idle engine.
 
-Only `measure_training` imports torch. Constants were fitted on x86-64 (torch 2.13 for the CPU, onnxruntime 1.31, glibc
-2.36). A device learns its own error while working (`fedquilt.edge_agent.task.memory_budget`).
+Engines plan with the predictions, and devices accept tasks by them. Only `measure_training` imports torch. Constants
+were fitted on x86-64 (torch 2.13 for the CPU, onnxruntime 1.31, glibc 2.36). A device learns its own error while
+working (`fedquilt.edge_agent.task.memory_budget`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FREED_BYTES: Mapping[str, int] = {"onnx": 20 * 10**6}
 
 
 def task_process_bytes(engine: str, peak_bytes: int, base_bytes: int | None = None) -> int:
-    """Return the peak memory of a task's process. Without `base_bytes`, the engine's memory is ASSUMED_BASE_BYTES."""
+    """Return the peak memory of a task's process. `base_bytes` is the engine's own, estimated if None."""
     base = ASSUMED_BASE_BYTES.get(engine, 0) if base_bytes is None else base_bytes
     return base + FIRST_USE_BYTES.get(engine, 0) + FREED_BYTES.get(engine, 0) + peak_bytes
 
@@ -144,7 +145,7 @@ def training_bytes(
     library: str = "",
     piece_bytes: int | None = None,
 ) -> int:
-    """Return the peak memory of a training step above active torch.
+    """Return the peak memory of a training step, without the base memory of the torch engine.
 
     `examples` are those of a micro-batch, `anchors` additional copies of the weights, and `moments` copies of the
     trained tensors. Activations beyond `piece_bytes` are recomputed in pieces, or all are kept if None.
@@ -170,7 +171,7 @@ def optimizer_copies(params: Mapping[str, Any]) -> int:
 
 
 def imported_bytes(params: Mapping[str, Any], library: str = "") -> int:
-    """Return the memory of the imports of optimizer and transforms beyond those of the network's library."""
+    """Return the memory for importing optimizer and transforms, besides what `library` has imported."""
     names = [choice_name(choice) for choice in (params.get("optimizer", "sgd"), *params.get("augment", ()))]
     is_class = [name[:1].isupper() and ":" not in name for name in names]  # whether a class of torch or torchvision
     largest = max(is_class[0] * TORCH_OPTIMIZER_BYTES, any(is_class[1:]) * TRANSFORMS_BYTES)
@@ -193,7 +194,7 @@ def fixed_training_bytes(
 
 
 def evaluation_bytes(network: TrainingProperties, examples: int, *, library: str = "") -> int:
-    """Return the peak memory of an evaluation of `examples` examples at once above active torch."""
+    """Return the peak memory of evaluating `examples` at once, without the torch engine's base memory."""
     fixed_bytes = fixed_training_bytes(
         network.weights_bytes, network.convolutions, library=library, kinds=network.kinds
     )
@@ -234,7 +235,7 @@ SESSION_BYTES = 2 << 20  # an ONNX Runtime session without weights and activatio
 
 
 def inference_bytes(weights_bytes: int, activation_bytes: int, examples: int) -> int:
-    """Return the peak memory of one graph above ONNX Runtime, including memory-mapped weights."""
+    """Return the peak memory of one graph above ONNX Runtime's own, including memory-mapped weights."""
     return SESSION_BYTES + weights_bytes + examples * activation_bytes
 
 

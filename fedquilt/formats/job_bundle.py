@@ -33,7 +33,7 @@ class BundleIndex(WireMessage, frozen=True):
 
 
 def write_bundle(folder: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Bundle:
-    """Write a bundle and return it. Undamaged blobs are not written again. Raise StoreError if the disk fails."""
+    """Write a bundle and return it. Keep undamaged blobs. Raise StoreError if the disk fails."""
     refs: dict[str, BlobRef] = {}
     try:
         REAL.make_folder(folder / "blobs")
@@ -52,7 +52,7 @@ def write_bundle(folder: Path, meta: Mapping[str, Any], files: Mapping[str, byte
 def load_bundle(folder: Path, disk: Disk = REAL, content: str = "") -> Bundle:
     """Return a bundle whose files are present with the right sizes.
 
-    Raise JobError if the bundle is missing, damaged, or has another `hash_content` than `content` (unless "").
+    Raise JobError if the bundle is missing or damaged, or its `hash_content` is not `content` (unless "").
     `Bundle.load` verifies the sha256 of the file that it reads, and raises JobError too.
     """
     index_path = folder / "bundle.json"
@@ -106,7 +106,7 @@ class BundleInputs(msgspec.Struct, frozen=True):
 
 
 def is_current(job_file: Path, bundle: Path) -> bool:
-    """Return whether a bundle exists, and neither the job file nor a file named in the job has changed since.
+    """Return whether a bundle exists and neither the job file nor the job's input files have changed.
 
     A bundle without recorded inputs was made by hand and is current. With a damaged record, a bundle is not current. A
     missing input counts as unchanged, because a bundle may be copied to another machine.
@@ -124,7 +124,7 @@ def is_current(job_file: Path, bundle: Path) -> bool:
 
 
 def stamp_inputs(job_file: Path, job: Mapping[str, Any]) -> BundleInputs:
-    """Return digests of the job file at `job_file`, and of sizes and times of the input files that the job names.
+    """Return digests that change with the job file, or with size or time of a file that the job names.
 
     Call this before the preparation reads the files, so that a change during the preparation is detected.
     """
@@ -132,7 +132,7 @@ def stamp_inputs(job_file: Path, job: Mapping[str, Any]) -> BundleInputs:
 
 
 def record_inputs(inputs: BundleInputs, bundle: Path) -> None:
-    """Write `stamp_inputs` into the bundle's folder, completed by input files that the preparation created."""
+    """Record `inputs` in the bundle's folder, and input files that the preparation has created."""
     files = {file: stamp or _stamp_input(Path(file)) for file, stamp in inputs.files.items()}
     inputs = BundleInputs(inputs.job, {file: stamp for file, stamp in files.items() if stamp})
     with disk_errors(f"write {bundle / 'inputs.json'}"):

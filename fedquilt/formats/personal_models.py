@@ -49,7 +49,7 @@ def encode_personal(task: Task, graph: bytes, bundles: Mapping[str, Tensors]) ->
 
 
 def read_task(path: Path, disk: Disk = REAL) -> Task | None:
-    """Return the task of a personalised result, None for another file, or raise ModelError. Imports no numpy."""
+    """Return the task of a personalised result, or None for another file. Raise ModelError if damaged."""
     size = int.from_bytes(disk.read(path, 0, 8), "little")
     if not 0 < size <= MAX_HEADER_BYTES:
         return None
@@ -64,7 +64,7 @@ def read_task(path: Path, disk: Disk = REAL) -> Task | None:
 
 
 def read_personal(path: Path) -> PersonalParts:
-    """Return graph and bundles of a personalised result, or raise ModelError if damaged, StoreError if unreadable."""
+    """Return a personalised result, or raise ModelError if damaged or StoreError if unreadable."""
     import numpy as np
 
     from fedquilt.arrays import tensors

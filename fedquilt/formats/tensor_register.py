@@ -35,7 +35,7 @@ class RegisterEntry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def name_in_module(self) -> str:
-        """Name within the module, or the name of the tensor computed from this one (as in weight normalisation)."""
+        """Name of the tensor in its module, or of the weight that torch computes from the tensor."""
         return self.name.partition(PARAMETRIZATION_PATH)[2].partition(".")[0] or self.name.rpartition(".")[2]
 
     @property
@@ -129,7 +129,7 @@ class TensorRegister(msgspec.Struct, frozen=True):
         )
 
     def sort_by_call_order(self, names: Iterable[str]) -> list[str]:
-        """Return modules or tensors in the order of the first call of their modules, then by number in the name.
+        """Return modules or tensors in the order of their modules' first calls, then by number in the name.
 
         A module that is never called has the position of the nearest enclosing module that is called.
         """
@@ -156,7 +156,7 @@ def register_from_table(network: Mapping[str, Any]) -> TensorRegister:
 
 
 def make_mlp_register(layers: int) -> TensorRegister:
-    """Return the register of an `mlp` with `layers` linear layers, which alternate with activations."""
+    """Return the register of an `mlp` with `layers` linear layers, separated by activations."""
     paths = [str(2 * index + 1) for index in range(layers)]
     rows = [
         RegisterEntry(f"{path}.{suffix}", "parameter", path, path, "Linear", normalises=False, trained=True)

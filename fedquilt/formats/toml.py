@@ -43,7 +43,6 @@ _LIMITS: Final = {">=": "of at least", "<=": "of at most", ">": "above", "<": "b
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the table of a TOML file, or raise JobError."""
     try:
         return parse_toml(path.read_text(encoding="utf-8-sig"), str(path))  # Windows' editors begin a file with a mark
     except OSError as error:
@@ -103,7 +102,7 @@ def prefix_errors(prefix: str) -> Iterator[None]:
 
 
 def convert_table(table: Any, kind: type[T], source: str) -> T:
-    """Return a table as a struct, or raise JobError. `source` names the table in errors, as in "a job" or "[data]"."""
+    """Return a table as a struct, or raise JobError. Errors name the table `source`, such as "[data]"."""
     try:
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
@@ -124,7 +123,7 @@ def suggest_nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def describe_choices(word: str, choices: Iterable[str], title: str = "there are:") -> str:
-    """Return a suffix that lists the choices, after the nearest choice if one is similar. Long lists are cut."""
+    """Return a suffix that lists the choices, the most similar one first. Long lists are cut."""
     names = list(choices)
     near = suggest_nearest(word, names)
     names_text = _join_names(names, 60 if near else 150) or "none"

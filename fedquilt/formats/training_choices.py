@@ -79,14 +79,14 @@ PARAMS_KEYS: Final = ("lr", "weight_decay", "momentum", "nesterov")  # arguments
 
 
 class Schedule(Arguments, frozen=True):
-    """Learning rate over a job, as a factor on `lr`. Lengths are in rounds."""
+    """Learning-rate schedule of a job, which computes a factor on `lr`. Lengths are in rounds."""
 
     over: Literal["rounds", "steps"] = "rounds"  # constant in a round, or new at every step
     warm_up: Annotated[int, Meta(ge=0)] = 0  # rounds in which the rate rises linearly, before the schedule begins
     rounds: Annotated[int, Meta(ge=0)] = 0  # length of the job, or 0 if unknown
 
     def rate_factor(self, round: int, step: int = 0, steps: int = 1) -> float:
-        """Return the factor on `lr` at a step of a round, both from 0. The device takes `steps` steps in a round."""
+        """Return the factor on `lr` at a step of a round, counted from 0, with `steps` steps in a round."""
         scale = steps if self.over == "steps" else 1
         position = round * scale + (step if self.over == "steps" else 0)
         rise = self.warm_up * scale
@@ -95,7 +95,7 @@ class Schedule(Arguments, frozen=True):
         return self._main_factor(position - rise, scale)
 
     def step_factor(self, round: int, step: int, steps: int) -> float:
-        """Return the factor on the rate of the round at a step, which is 1 unless the schedule is over "steps"."""
+        """Return the factor on the round's rate at a step, which is 1 unless the schedule is over "steps"."""
         return self.rate_factor(round, step, steps) if self.over == "steps" else 1.0
 
     def _main_factor(self, step: int, scale: int) -> float:
@@ -179,7 +179,7 @@ BUILT_IN_CHOICES: Final[Mapping[Literal["loss", "transform"], Sequence[str]]] = 
 
 
 def split_choice(choice: Choice, key: str) -> tuple[str, dict[str, Any]]:
-    """Return name and arguments of a choice, or raise JobError, with the [params] key, for a table without a name."""
+    """Return name and arguments of a choice, or raise JobError for a table without a name."""
     if isinstance(choice, str):
         return choice, {}
     name, arguments = choice.get("name"), {argument: value for argument, value in choice.items() if argument != "name"}
@@ -193,13 +193,13 @@ def parse_arguments(name: str, arguments: Mapping[str, Any], kind: type[T], key:
 
 
 def parse_loss(choice: Choice) -> tuple[str, Any]:
-    """Return name and arguments of a loss: a struct of LOSSES, or a table for plug-ins and "" (the default loss)."""
+    """Return name and arguments of a loss: a struct of LOSSES, or a plain table of other losses."""
     name, arguments = split_choice(choice, "loss")
     return name, parse_arguments(name, arguments, LOSSES[name][0], "loss") if name in LOSSES else arguments
 
 
 def parse_optimizer(choice: Choice) -> tuple[str, Any]:
-    """Return name and arguments of an optimizer: a struct of OPTIMIZERS, or a table for classes of `torch.optim`."""
+    """Return name and arguments of an optimizer: a struct of OPTIMIZERS, or a table for `torch.optim`."""
     name, arguments = split_choice(choice, "optimizer")
     for key in PARAMS_KEYS:
         if key in arguments:
@@ -221,7 +221,7 @@ def parse_schedule(choice: Choice) -> Schedule:
 
 
 def schedule_with_rounds(choice: Choice, rounds: int) -> Choice:
-    """Return a schedule with the job's number of rounds, or raise JobError if the schedule needs more rounds."""
+    """Return a schedule for this number of rounds, or raise JobError if the schedule needs more."""
     name, arguments = split_choice(choice, "schedule")
     if set(arguments) <= {"rounds"} and name == "constant":
         return choice
@@ -269,7 +269,7 @@ def list_plugins(params: Mapping[str, Any]) -> list[tuple[Literal["loss", "trans
 
 
 def describe_torch_choices(params: Mapping[str, Any]) -> str:
-    """Return the parameters that only the torch engine supports, as "ema = 0.9 and ...", or ""."""
+    """Return the parameters that only torch supports, as in "ema = 0.9 and accumulate = 2", or ""."""
     optimizer, arguments = parse_optimizer(params.get("optimizer", "sgd"))
     needs = {
         "loss": params.get("loss"),

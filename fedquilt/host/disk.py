@@ -59,7 +59,7 @@ def open_descriptor(path: StrPath, flags: int, mode: int = 0o777) -> int:
 
 
 class OpenedDescriptor:
-    """Context of an open descriptor. A generator would take longer than the system calls of a small file."""
+    """Context manager of an open file descriptor, faster than a generator function for small files."""
 
     def __init__(self, path: StrPath, flags: int, mode: int = 0o777) -> None:
         self._file = open_descriptor(path, flags | os.O_CLOEXEC, mode)
@@ -103,7 +103,7 @@ class OpenFile:
 
 
 def read_fully(file: int, buffer: WriteableBuffer, offset: int) -> int:
-    """Fill a buffer from a file. Return the bytes read, fewer than the buffer's only at the end of the file."""
+    """Fill a buffer from a file. Return the number of bytes read, which is smaller only at the file's end."""
     view, size = memoryview(buffer), 0
     # The kernel reads at most 2 GiB at once.
     while size < view.nbytes and (received := os.preadv(file, [view[size:]], offset + size)):
@@ -223,7 +223,7 @@ class Disk:
         return ranges
 
     def write(self, path: StrPath, payload: bytes, *, new: bool = False) -> None:
-        """Write a whole file in place, without protection against partial writes. A `new` file must not exist yet."""
+        """Write a whole file in place, which a crash may leave incomplete. A `new` file must not exist yet."""
         flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if new else os.O_TRUNC)
         with OpenedDescriptor(path, flags, self._file_mode) as file:
             write_fully(file, payload, 0)
@@ -282,7 +282,7 @@ class Disk:
         os.chmod(path, mode)
 
     def make_folder(self, folder: StrPath) -> None:
-        """Create a folder with missing parents. `withheld` applies to the folder alone."""
+        """Create a folder with missing parents. Only the folder itself lacks the permissions in `withheld`."""
         os.makedirs(folder, 0o777 & ~self.withheld, exist_ok=True)
 
     def make_durable_folder(self, folder: StrPath) -> None:
@@ -387,7 +387,7 @@ class Disk:
         return False
 
     def lock(self, path: StrPath, *, tries: int = 1) -> Lock | None:
-        """Lock a file, or return None after `tries`. `is_locked` in another process also locks the file briefly."""
+        """Lock a file, or return None after `tries` if another process holds or tests the lock."""
         file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._file_mode)
         for remaining_tries in reversed(range(tries)):
             try:
@@ -479,7 +479,7 @@ def _open_folder_with_rights(path: StrPath, parent_fd: int | None = None) -> int
 
 
 def write_output(file: Path, text: str) -> None:
-    """Write a text file and make its folder, or raise StoreError. After an error the previous file is unchanged."""
+    """Write a text file and create its folder, or raise StoreError and leave the previous file unchanged."""
     make_output_folder(file)
     target = file.resolve()
     with disk_errors(f"write {file}", "free some space or name another file"):

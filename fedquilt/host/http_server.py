@@ -41,7 +41,7 @@ _SINGLE_HEADERS: Final = frozenset({"host", "content-length", "content-range", "
 
 
 def describe_listen_error(error: BaseException) -> str:
-    """Return why an address cannot be listened at, such as "address already in use", without the address itself."""
+    """Return why a server cannot listen, such as "address already in use", without the address."""
     while not isinstance(error, OSError) and (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     if not isinstance(error, OSError):
@@ -72,7 +72,6 @@ class HttpExchange:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether the connection can be used for another request, because the whole body was read."""
         return self._reusable and not self._unread
 
     def close_after(self) -> None:
@@ -86,7 +85,7 @@ class HttpExchange:
         return self._stream.file
 
     def read_body(self, max_bytes: int, reserve: Callable[[int], None] = lambda size: None) -> bytes:
-        """Return the body, or raise RequestRefusedError. `reserve` gets the size of each piece and may refuse too."""
+        """Return the body, or raise RequestRefusedError. `reserve` gets each piece's size and may refuse."""
         if "content-length" not in self.headers:
             raise RequestRefusedError(411, "request has no Content-Length")
         if self.size > max_bytes:
@@ -121,7 +120,7 @@ def _plain_text_body(sentence: str) -> tuple[str, bytes]:
 
 
 class HttpServer:
-    """HTTP server at one address, started by `start`. The constructor raises OSError if the address is unusable.
+    """HTTP server at one address, which runs after `start`. The constructor may raise OSError.
 
     `handler` is called in the thread of a connection, and may raise RequestRefusedError. `context` returns the TLS
     context of a new connection. `error_body` returns content type and body for the sentence of a refusal.
@@ -234,7 +233,6 @@ class HttpServer:
             self._thread_slots.release()
 
     def _serve_one_request(self, stream: _ConnectionStream) -> bool:
-        """Serve a request. Return whether the connection can be used for another one."""
         exchange: HttpExchange | None = None
         try:
             exchange = _read_request(stream)
@@ -286,7 +284,6 @@ class _ConnectionStream:
 
 
 def _read_request(stream: _ConnectionStream) -> HttpExchange | None:
-    """Read the header of a request. Return None if the client has closed the connection."""
     rows: list[bytes] = []
     remaining_bytes = HEADER_BYTES
     while True:
@@ -367,7 +364,7 @@ class ConnectionLimiter:
         return len(self._open)
 
     def add_connection(self, address: str, descriptor: int, close: Callable[[], None]) -> Connection | None:
-        """Add a connection. At a limit close another, or return None if none can be closed. `close` must not block."""
+        """Add a connection, and close another at a limit, or return None. `close` must not block."""
         network = _address_group(address)
         with self._lock:
             counts_by_address = Counter(other.address for other in self._open)
@@ -434,7 +431,7 @@ def raise_descriptor_limit() -> None:
 
 
 def _address_group(address: str) -> str:
-    """Return the IPv4 address, or the /64 network of an IPv6 address, which usually has one subscriber."""
+    """Return the IPv4 address, or the /64 network of an IPv6 address, which usually is one subscriber's."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -16,7 +16,7 @@ IDS: Final = ("run", "round", "device", "fact")
 
 
 def log_ids(*, round: int | None = None, **ids: str | None) -> dict[str, str | int]:
-    """Return the given ids that are not None, as `extra` of a logging call. In a log, rounds are counted from 1."""
+    """Return the ids that are not None as `extra` of a logging call. Logged rounds count from 1."""
     return ({} if round is None else {"round": round + 1}) | {
         name: value for name, value in ids.items() if value is not None
     }

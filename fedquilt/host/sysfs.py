@@ -74,7 +74,7 @@ def device_tree_folder(root: Path) -> Path:
 
 
 def thermal_zone_files(thermal: Path) -> list[Path]:
-    """Return the temperature files of the thermal zones, without the zone known to be stuck."""
+    """Return the temperature files of the thermal zones that are not in STUCK_ZONES."""
     zones = list_matches(thermal, "thermal_zone*")
     return [zone / "temp" for zone in zones if read_line(zone / "type") not in STUCK_ZONES]
 

@@ -68,7 +68,7 @@ def packages_folder(home: Path, python: str) -> Path:
 
 
 def make_environment(home: Path, python: str, interpreter: str) -> None:
-    """Make a folder with packages a virtual environment with the command `fedquilt`.
+    """Convert a folder of packages to a virtual environment with the command `fedquilt`.
 
     `interpreter` is the path of Python on the machine that will use the environment.
     """

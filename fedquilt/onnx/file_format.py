@@ -1,4 +1,4 @@
-"""ONNX files: strict reading and writing of protobuf messages without a library, and the permitted part of the format.
+"""Strict reader and writer of ONNX files without a library, and the permitted part of the format.
 
 Messages are bytes, memoryviews or mapped files, and are not copied, so that a file of 2 GB needs only the pages of its
 headers. Unknown fields, repeated single fields and unexpected wire types are refused, because other readers may
@@ -132,7 +132,7 @@ def to_signed(value: int | memoryview) -> int:
 
 
 def decode_ints(values: list[int | memoryview], max_count: int, description: str) -> list[int]:
-    """Return the signed numbers of a field of kind "ints", or raise ProtobufError for more than `max_count`."""
+    """Return a field of kind "ints" as signed numbers. Raise ProtobufError for more than `max_count`."""
     numbers: list[int] = []
     for value in values:
         if isinstance(value, int):
@@ -254,7 +254,7 @@ RUNTIMES: Final[Mapping[tuple[int, int], Versions]] = {
 
 
 def explain_unsupported(graph: Versions, libraries: Mapping[str, str]) -> str:
-    """Return why the ONNX Runtime among a device's libraries cannot load a graph, or "" if it can or is unknown."""
+    """Return why the ONNX Runtime in a device's `libraries` cannot load a graph, or "" if it may."""
     installed = {}
     for name in ("onnxruntime", "onnxruntime-gpu"):
         if numbers := re.match(r"(\d{1,4})\.(\d{1,4})", libraries.get(name, "")):

@@ -112,7 +112,7 @@ class CheckedGraph:
         return None if shape is None else shape[1:]
 
     def require_batched_examples(self) -> None:
-        """Raise ModelError unless the graph has one input and one output, and the input's first axis is a batch."""
+        """Raise ModelError unless the graph has one output and one input, whose first axis is a batch."""
         for values, side, verb in ((self.inputs, "input", "feeds"), (self.outputs, "output", "reads")):
             if len(values) != 1:
                 names = ", ".join(repr(value.name[:40]) for value in values[:6]) or "none"
@@ -134,7 +134,7 @@ class CheckedGraph:
 
 
 def check_file(path: Path) -> CheckedGraph:
-    """Return the checked graph of an ONNX file with batched examples, or raise ModelError without the file's name."""
+    """Return the checked graph of an ONNX file with batched examples. ModelErrors omit the file's name."""
     folder = path.parent
 
     def file_size(name: str) -> int:
@@ -154,7 +154,7 @@ def check_file(path: Path) -> CheckedGraph:
 
 
 def map_file(path: Path) -> memoryview:
-    """Return the bytes of an ONNX file, mapped into memory, or raise ModelError, whose text omits the file's name."""
+    """Return an ONNX file mapped into memory, or raise ModelError with a text that omits the file's name."""
     try:
         with path.open("rb") as file:
             length = file.seek(0, 2)
@@ -228,9 +228,9 @@ class _GraphCheck:
     def check_graph(
         self, data: memoryview, depth: int, outer: ChainMap[str, list[float]]
     ) -> tuple[int, tuple[GraphValue, ...], tuple[GraphValue, ...]]:
-        """Check a graph, and return the bytes of its weights, its inputs without weights, and its outputs.
+        """Return the bytes of a graph's weights, its inputs that are not weights, and its outputs.
 
-        `outer` has the constants of enclosing graphs by name, which the graph may use.
+        `outer` has the constants of enclosing graphs by name. Raise ModelError if the graph is not permitted.
         """
         if depth > MAX_DEPTH:
             raise ModelError(f"graphs are nested {depth} deep: at most {MAX_DEPTH} are permitted")
@@ -252,7 +252,7 @@ class _GraphCheck:
         return weight_bytes, inputs, tuple(values["output"])
 
     def check_node(self, data: memoryview, constants: ChainMap[str, list[float]], depth: int) -> int:
-        """Check a node, add a constant's values to `constants`, and return the weight bytes in its attributes."""
+        """Return the bytes of the weights in a node's attributes. Add a constant's value to `constants`."""
         self.nodes += 1
         if self.nodes > MAX_NODES:
             raise ModelError(f"the graph has more than {MAX_NODES} nodes: export a smaller network")
@@ -282,7 +282,7 @@ class _GraphCheck:
     def _check_attribute(
         self, data: memoryview, kind: str, constants: ChainMap[str, list[float]], depth: int
     ) -> tuple[int, list[float] | None]:
-        """Check an attribute, and return the weight bytes in it and its values if they may be sizes."""
+        """Return the bytes of the weights in an attribute, and its numbers if they may be sizes of a tensor."""
         attribute = self._read_message(data, ATTRIBUTE, f"an attribute of {kind}")
         name = decode_text(attribute.get("name"), MAX_NAME_BYTES, "a name")
         for value in _bytes_fields(attribute, "strings", MAX_LIST):
@@ -302,7 +302,7 @@ class _GraphCheck:
         return weight_bytes, values
 
     def check_tensor(self, data: memoryview) -> tuple[str, int, list[float] | None]:
-        """Check a tensor, and return its name, size in bytes, and its values if they may be sizes."""
+        """Return a tensor's name, its size in bytes, and its numbers if they may be sizes of another tensor."""
         self.tensors += 1
         _require(self.tensors <= MAX_TENSORS, f"the graph has more than {MAX_TENSORS} tensors")
         tensor = self._read_message(data, TENSOR, "a tensor")
@@ -368,7 +368,7 @@ class _GraphCheck:
         return GraphValue(name, kind, dims)
 
     def _iterate_axis_sizes(self, data: memoryview) -> Iterator[int | None]:
-        """Yield the size of each axis, or None if it is named or unknown, for which exporters write -1 or 0."""
+        """Yield the size of each axis, None if named or unknown. Exporters write unknown sizes as -1 or 0."""
         for dimension in _bytes_fields(self.reader.read_message(data, SHAPE, "a shape"), "dim", MAX_AXES):
             size = _int_field(self.reader.read_message(dimension, DIM, "an axis"), "dim_value")
             _require(size >= -1, f"a declared axis has the negative size {size}")
@@ -400,7 +400,7 @@ def _read_unique_entries(reader: ProtobufReader, message: Fields, name: str, max
 
 
 def _require_bounded_sizes(kind: str, inputs: list[str], constants: Mapping[str, list[float]]) -> None:
-    """Raise ModelError if constants make an operator's output too large, which ONNX Runtime allocates early."""
+    """Raise ModelError if the constant inputs of an operator, such as Expand, make its output too large."""
 
     def constant_values(index: int) -> list[float]:
         return constants.get(inputs[index], []) if index < len(inputs) else []

@@ -65,12 +65,12 @@ class MissingTensor(NamedTuple):
 
 
 def missing_tensors(graph: bytes | memoryview) -> dict[str, MissingTensor]:
-    """Return shape and type of each initializer without data, by name, or raise ModelError for an invalid file."""
+    """Return shape and type of the initializers without data, by name. Raise ModelError if invalid."""
     return {name: tensor for name, (tensor, _) in _read_graph_and_missing(graph)[2].items()}
 
 
 def fill_graph(graph: bytes | memoryview, tensors: Tensors) -> list[bytes | memoryview]:
-    """Return an ONNX file with the missing tensors inserted, in pieces, or raise ModelError if one does not fit."""
+    """Return an ONNX file in pieces with the missing tensors inserted. Raise ModelError on a mismatch."""
     model, inner, missing = _read_graph_and_missing(graph)
     initializers: list[memoryview | Pieces] = []
     for initializer_data in inner["initializer"]:
@@ -96,7 +96,7 @@ Fields = dict[str, list[int | memoryview]]
 
 
 def _read_graph_and_missing(graph: bytes | memoryview) -> tuple[Fields, Fields, dict[str, tuple[MissingTensor, int]]]:
-    """Return the fields of model and graph, and each tensor without data with its index, by name."""
+    """Return the fields of model and graph, and name -> (tensor, index) of initializers without data."""
     reader = ProtobufReader()
     try:
         model = reader.read_message(memoryview(graph), MODEL, "the model")
@@ -152,7 +152,7 @@ class _ExternalTensorFiles:
     reader: ProtobufReader = field(default_factory=ProtobufReader)
 
     def inline_tensors(self, data: memoryview, schema: Schema, depth: int = 0) -> memoryview | Pieces:
-        """Return a message with its external tensors inserted, or the same bytes if there are none."""
+        """Return a message with its external tensors inserted, or the same bytes if it has none."""
         if depth > MAX_MESSAGE_DEPTH:
             raise ModelError(f"graphs are nested more than {MAX_DEPTH} deep: export a simpler network")
         fields = self.reader.read_message(data, schema, "the graph")

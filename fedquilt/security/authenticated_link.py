@@ -137,7 +137,6 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
 
     @property
     def session(self) -> int:
-        """Number that grows whenever all state must be published again, 0 before the first time."""
         return self._state_changes and self._state_changes + self._link.session
 
     @property
@@ -149,7 +148,6 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         return super().problem or (self._session_problem if self._current is None else None)
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Publish a signed message. The agent publishes its state again with the next session."""
         subtopic = wire.parse_topic(topic).subtopic
         if self._current is not None and subtopic != "chunk":
             payload = make_signed_payload(self._current, topic, payload)
@@ -158,7 +156,6 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         self._link.publish(topic, payload, retain=retain, reliable=reliable)
 
     def receive(self) -> list[Message]:
-        """Return verified messages and chunks. Handshakes are processed, and rejected messages are logged."""
         messages = []
         for message in self._link.receive():
             try:
@@ -171,7 +168,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         return messages
 
     def _process_or_verify_message(self, message: Message) -> Message | None:
-        """Return a verified message or chunk, or None after a message of the handshake or for others."""
+        """Return a verified message or a chunk, or None if the message needs no further processing."""
         route = wire.parse_topic(message.topic)
         if route.subtopic == "coord":
             state = wire.decode(message.payload, wire.CoordState)
@@ -401,7 +398,6 @@ class AuthenticatedFleetLink(AuthenticatedLink):
             raise WireError(f"{device}: {error}") from None
 
     def _admit_handshake(self, device: str) -> bool:
-        """Count an attempt, and return whether the rate limits permit it."""
         now_s = self._clock()
         self._available_attempts = min(
             self._available_attempts + HANDSHAKES_PER_S * (now_s - self._refilled_s), MAX_HANDSHAKE_BURST
@@ -449,7 +445,6 @@ class AuthenticatedFleetLink(AuthenticatedLink):
 
 
 def _admit_unless_too_early(last_s: dict[str, float], device: str, now_s: float, interval_s: float) -> bool:
-    """Record `now_s` for the device and return True, or return False within the interval after the last time."""
     if now_s < last_s.get(device, -math.inf) + interval_s:
         return False
     if len(last_s) >= MAX_REMEMBERED_DEVICES:
@@ -492,7 +487,7 @@ class UnsignedMessageError(WireError):
 
 
 def verify_message(session: Session | None, route: wire.Route, message: Message) -> Message:
-    """Return a message without its envelope, or raise WireError if it is unsigned, forged or of another session."""
+    """Return a message without envelope. Raise WireError if unsigned, forged or of another session."""
     envelope = _ENVELOPE.match(message.payload)
     if envelope is None:
         raise UnsignedMessageError

@@ -76,7 +76,7 @@ class LinkIdentity:
         return cached[1]
 
     def require_coordinator_certificate(self) -> float:
-        """Return the end of this certificate in seconds since 1970, or raise JobError if devices would reject it."""
+        """Return when this certificate expires, in Unix seconds. Raise JobError if devices would reject it."""
         coordinator_side, device_side = self.start_as_coordinator(), self.start_as_device()
         try:
             device_side.step(coordinator_side.step(device_side.step(b"")))
@@ -116,7 +116,10 @@ class Handshake:
         self._tls = context.wrap_bio(self._in, self._out, server_side=server)
 
     def step(self, flight: bytes) -> bytes:
-        """Process the peer's flight, b"" at the start, and return the next. After a WireError, send `take_alert`."""
+        """Process the peer's flight and return the next one. A device starts with b"".
+
+        After a WireError, send the peer the result of `take_alert`.
+        """
         self._in.write(flight)
         try:
             self._tls.do_handshake()
@@ -202,7 +205,10 @@ class Session:
         return self._sent_number, self._authentication_code(topic, self._sent_number, payload)
 
     def verify(self, topic: str, subtopic: str, number: int, code: bytes, payload: bytes) -> None:
-        """Raise WireError if a message is forged, or older than the latest of its subtopic, which QoS 1 may repeat."""
+        """Raise WireError if a message is forged, or older than the latest message of its subtopic.
+
+        The latest message itself is permitted again, because QoS 1 may repeat messages.
+        """
         if not hmac.compare_digest(code, self._authentication_code(topic, number, payload)):
             raise WireError("forged: topic, number or content do not match the signature")
         if number < self._latest_numbers.get(subtopic, 0):

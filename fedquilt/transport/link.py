@@ -63,7 +63,7 @@ class Endpoint(Protocol):
     def finished(self) -> bool: ...
 
     def step(self, now_s: float) -> float:
-        """Process arrived messages and due work. Return the latest time of the next call."""
+        """Process arrived messages and due work. Return the time by which the next call is due."""
 
     def fds(self) -> Sequence[int]: ...
 
@@ -74,7 +74,7 @@ def run_endpoint(
     stop: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Step an endpoint when due, on messages and every second, until the endpoint finishes or `stop` returns True."""
+    """Step an endpoint when due, on messages and every second, until it finishes or `stop` returns True."""
     while not endpoint.finished and not stop():
         due = endpoint.step(clock())
         if endpoint.finished:
@@ -104,9 +104,9 @@ class _TopicNode(Generic[T]):
 
 
 class TopicTree(Generic[T]):
-    """Items by topic, or by topic filter. A topic or filter can have several items.
+    """Items by topic or by topic filter, with matching as in `filter_matches`. A path may have many items.
 
-    Matches agree with `filter_matches`. Their cost grows with levels and matches, not with the number of items.
+    The cost of a search grows with levels and matches, not with the number of items.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class TopicTree(Generic[T]):
             del parent.children[level]
 
     def items_matching_topic(self, topic: str) -> list[T]:
-        """Return the items under filters that match a topic, repeated for each matching filter."""
+        """Return the items of all filters that match a topic. An item of several filters is repeated."""
         items: list[T] = []
         nodes = [self._root]
         for level in topic.split("/"):
@@ -159,7 +159,7 @@ class TopicTree(Generic[T]):
         return items
 
     def items_matching_filter(self, pattern: str) -> list[T]:
-        """Return the items under topics that match a filter. A first wildcard also matches topics with "$"."""
+        """Return the items of all topics that match a filter. An initial wildcard also matches "$" topics."""
         nodes = [self._root]
         for level in pattern.split("/"):
             if level == "#":

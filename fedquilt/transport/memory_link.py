@@ -108,7 +108,6 @@ class MemoryBroker:
         heapq.heappush(self._heap, (due_s, self._sequence, None, message))
 
     def _transmission_times(self, link: MemoryLink, free_s: float, message: Message) -> tuple[float, float]:
-        """Return when the last byte of a message is sent and when it arrives, on a line that is free from `free_s`."""
         sent_s = max(free_s, self.now_s) + len(message.payload) / link.pace.bytes_per_s
         return sent_s, sent_s + link.pace.transfer_s
 
@@ -204,7 +203,7 @@ class Scheduler:
         self._heap: list[tuple[float, int]] = []  # (due time, index), outdated if `_due_times_s` differs
 
     def set_endpoints(self, endpoints: Sequence[tuple[MemoryLink, Endpoint]], now_s: float) -> None:
-        """Replace the endpoints. Endpoints from before keep their due times, and new endpoints are due now."""
+        """Replace the endpoints. Retained endpoints keep their due times, and new endpoints are due now."""
         previous = zip(self._endpoints, self._due_times_s, strict=True)
         due_times_s = {id(endpoint): due_s for (_, endpoint), due_s in previous}
         self._endpoints = list(endpoints)
@@ -236,7 +235,6 @@ class Scheduler:
                 heapq.heappush(self._heap, (due_s, index))
 
     def next_due_s(self) -> float:
-        """Return the time at which the next endpoint is due, or infinity."""
         while self._heap and self._heap[0][0] != self._due_times_s[self._heap[0][1]]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf

@@ -51,7 +51,7 @@ class Augmentation:
         return bool(self._transforms or self._alphas)
 
     def transform_examples(self, x: np.ndarray, part: Part, positions: np.ndarray) -> np.ndarray:
-        """Return the examples `x` after the transforms. `positions` are the examples' positions in the mini-batch.
+        """Return the transformed examples `x`, which have these `positions` in the mini-batch.
 
         Raise JobError if a transform fails or does not follow torch's seed.
         """
@@ -72,7 +72,7 @@ class Augmentation:
             )
 
     def mixture_of_part(self, part: Part) -> tuple[float, np.ndarray] | None:
-        """Return mixup's share and each example's partner, a position in the mini-batch, or None without mixup."""
+        """Return mixup's share and each example's partner (position in the mini-batch), or None without mixup."""
         if not self._alphas:
             return None
         rng = np.random.default_rng((self._seed, part.number))
@@ -116,7 +116,7 @@ def _call_transform(name: str, transform: Transform, value: torch.Tensor) -> tor
 
 
 def load_transform(name: str, arguments: Mapping[str, Any]) -> Transform:
-    """Return a transform of torchvision or a plug-in. Raise JobError for unknown names and wrong arguments."""
+    """Return a transform of torchvision or a plug-in. Raise JobError for unknown names or arguments."""
     if training_choices.is_plugin_transform(name):
         function = training_step.load_function("transform", name, arguments, values=1)
         return lambda value: function(value, **arguments)

@@ -65,7 +65,7 @@ WARM_UP, WARM_UP_EXAMPLES = models.residual(3, 32, 10, mean=(0.5,), std=(0.25,))
 
 
 class TorchMemory:
-    """Memory of this process on torch's first GPU. The constructor creates the driver's context and loads libraries.
+    """Memory of this process on torch's first GPU. The constructor creates the driver's context.
 
     The kernel does not count GPU memory as resident, not even the memory that a Jetson's GPU shares with the processor.
     A task's budget is for the sum of both. torch's limit applies to torch's own allocator only. Under a lower limit the
@@ -135,7 +135,7 @@ class TorchEngine:
             TorchEngine.gpu = TorchMemory(torch.cuda, self._load_libraries)
 
     def _load_libraries(self) -> None:
-        """Train and evaluate a network of the usual layers, as the tasks do. cuBLAS keeps its first workspace."""
+        """Train and evaluate a small network, so that torch loads its GPU libraries before the first task."""
         examples = Examples(np.zeros((WARM_UP_EXAMPLES, 32, 32, 3), np.uint8), np.arange(WARM_UP_EXAMPLES) % 10)
         start = _arrays_from_model(registry.load_network(WARM_UP))
         fit = Fit(batch=WARM_UP_EXAMPLES, lr=1e-3)
@@ -366,16 +366,16 @@ class TorchEngine:
         return x, y
 
 
-def _map_ahead(load: Callable[[P], T], parts: Iterable[P], ahead: int) -> Iterator[T]:
-    """Yield `load` of each part. A thread prepares up to `ahead` parts before they are used."""
-    if not ahead:
+def _map_ahead(load: Callable[[P], T], parts: Iterable[P], max_ahead: int) -> Iterator[T]:
+    """Yield `load` of each part. A thread prepares up to `max_ahead` parts before they are used."""
+    if not max_ahead:
         yield from map(load, parts)
         return
     waiting: deque[Future[T]] = deque()
     with ThreadPoolExecutor(1) as pool:
         for part in parts:
             waiting.append(pool.submit(load, part))
-            if len(waiting) > ahead:
+            if len(waiting) > max_ahead:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
@@ -410,7 +410,6 @@ def _available_or_own_bytes() -> int:
 
 
 def _fast_half_type(device: torch.device) -> torch.dtype | None:
-    """Return the 16-bit type that the GPU computes fast, or None for a CPU."""
     if device.type != "cuda":
         return None
     ampere = torch.cuda.get_device_capability(device) >= (8, 0)  # older GPUs (Nano, TX2, Xavier) emulate bfloat16

@@ -140,7 +140,10 @@ class _RecomputePass:
         return placeholder.value
 
     def _recompute(self, index: int) -> None:
-        """Repeat the forward pass to restore the tensor at `index`, later ones, and earlier ones within a piece."""
+        """Repeat the forward pass to restore the tensors of one piece, which ends with the tensor at `index`.
+
+        Missing tensors after `index` are restored too.
+        """
         missing = [saved for ref in self._saved if (saved := ref()) is not None and saved.value is None]
         saved_by_index, size = {}, 0
         for saved in reversed(missing):

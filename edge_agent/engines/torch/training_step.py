@@ -100,7 +100,7 @@ class OptimizerStep:
 
 
 def make_optimizer(groups: Mapping[float, Sequence[torch.Tensor]], fit: Fit) -> Any:
-    """Return an `OptimizerStep` or a `torch.optim.Optimizer`. Raise JobError for unknown names and arguments."""
+    """Return an optimizer for `groups` (learning rate -> tensors), or raise JobError for invalid [params]."""
     name, arguments = training_choices.parse_optimizer(fit.optimizer)
     if name in training_choices.OPTIMIZERS:
         return OptimizerStep(groups, fit)
@@ -216,7 +216,7 @@ class Stepper:
     def _training_and_task_loss(
         self, x: torch.Tensor, y: Any, count: int, divisor: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss with penalty, to derive, and the loss without, detached."""
+        """Return the loss with the step's penalty, for the backward pass, and the detached loss without."""
         with self._autocast:
             scores = self._model(x)
             main_scores, *other_scores = self._step.exits() if self._step.exits else (scores,)
@@ -233,7 +233,7 @@ class Stepper:
 
 
 class WeightAverage:
-    """Exponential moving average of a model's trained parameters, which begins at their first values."""
+    """Exponential moving average of a model's trained parameters, initialised with their values."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._decay = decay
@@ -274,7 +274,7 @@ def freeze_statistics(model: nn.Module, hooks: Hooks) -> None:
 
 
 def anchor_tensors(model: nn.Module, hooks: Hooks) -> Anchors:
-    """Return the method's anchors, and the tensors before training as "start", or {} if no hook uses anchors."""
+    """Return the method's anchors and the initial tensors as "start", or {} if no hook uses anchors."""
     if not hooks.correct_gradient and not any(step.penalty for step in hooks.steps):
         return {}
     model_state = traces.state_without_aliases(model)
@@ -285,7 +285,7 @@ def anchor_tensors(model: nn.Module, hooks: Hooks) -> Anchors:
 
 
 def build_anchors(start: Mapping[str, torch.Tensor], anchors: Mapping[str, Tensors], device: torch.device) -> Anchors:
-    """Return "start" and the anchors as tensors on a device, floats in 32 bits."""
+    """Return the anchors as tensors on a device, floats in 32 bits, with `start` under the name "start"."""
     result = {"start": start}
     for anchor, arrays in anchors.items():
         tensors = {name: torch.tensor(array, device=device) for name, array in arrays.items()}
@@ -321,7 +321,7 @@ def _element_losses(task: TaskKind, scores: torch.Tensor, y: torch.Tensor) -> to
 def load_function(
     kind: Literal["loss", "transform"], name: str, arguments: Mapping[str, Any], values: int
 ) -> Callable[..., Any]:
-    """Return the function of a plug-in, or raise JobError if it cannot take `values` values and these arguments."""
+    """Return a plug-in's function of `values` values, or raise JobError if it rejects these arguments."""
     plugin = plugins.find_plugin(kind, name, training_choices.BUILT_IN_CHOICES[kind])
     assert plugin is not None
     function: Callable[..., Any] = plugins.import_plugin(plugin)
@@ -385,7 +385,7 @@ class TrainingLoss:
         return self._sum(scores, y)
 
     def divisor(self, y: np.ndarray) -> float:
-        """Return the divisor that makes a mini-batch's sum of losses torch's mean: examples, or their weights."""
+        """Return the number of examples, or the sum of their class weights, which divides the summed loss."""
         return float(len(y) if self._weights is None else self._weights[y].sum())
 
 
@@ -416,7 +416,7 @@ def _make_sum(name: str, arguments: Any, weights: torch.Tensor | None) -> Sum:
 
 
 def load_own_loss(name: str, arguments: Mapping[str, Any]) -> Sum:
-    """Return the loss of a plug-in: a function of scores, targets and arguments with one loss for each example."""
+    """Return a function that sums a plug-in's losses over examples. The plug-in returns one per example."""
     function = load_function("loss", name, arguments, values=2)
 
     def own(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

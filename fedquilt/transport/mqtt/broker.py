@@ -104,8 +104,8 @@ class Broker:
 
     def _validate(self) -> None:
         if (self.cert is None) != (self.key is None):
-            given, missing = ("cert", "key") if self.key is None else ("key", "cert")
-            raise JobError(f"{given} is given without {missing}: give both cert and key, or neither")
+            present_option, missing_option = ("cert", "key") if self.key is None else ("key", "cert")
+            raise JobError(f"{present_option} is given without {missing_option}: give both cert and key, or neither")
         if not self.tls and (self.ca or self.cert):
             raise JobError(f"{self} is not encrypted and cannot use ca, cert and key: write mqtts://")
         if self.password_file is not None and self.user is None:

@@ -38,7 +38,7 @@ UNREAD_KEEPALIVES: Final = 1.5  # keep-alive intervals without a write, as MQTT 
 
 
 def payload_limit(level: int, announced: int | None) -> int:
-    """Return the largest payload in bytes, from MQTT's level (5, or 4 for 3.1.1) and CONNACK's packet limit."""
+    """Return the largest payload in bytes, from MQTT's protocol level and CONNACK's packet limit."""
     if level < 5:
         return DEFAULT_PAYLOAD_311
     return DEFAULT_PAYLOAD_5 if announced is None else max(announced - HEADER_BYTES, 0)
@@ -220,7 +220,7 @@ class MalformedPacketError(Exception): ...
 
 
 def find_packet(data: bytearray, start: int, max_bytes: int = MAX_BODY_BYTES) -> tuple[int, int, int] | None:
-    """Return (first byte, body offset, end offset) of a packet, None if incomplete, or raise MalformedPacketError."""
+    """Return (first byte, body offset, end offset) of a packet, or None if the packet is incomplete."""
     size, body_start = 0, start + 1
     while True:
         if body_start >= len(data):

@@ -26,7 +26,7 @@ class SocketWait(NamedTuple):
 
 
 def dial(broker: Broker) -> Generator[SocketWait, None, socket.socket]:
-    """Connect to the broker's addresses in turn. Yield events to wait for, and return the connected socket.
+    """Connect to the broker's addresses in turn. Yield what to wait for, and return the socket.
 
     The caller must throw `TimeoutError` into the generator after ANSWER_TIMEOUT_S at one address.
 
@@ -184,7 +184,7 @@ def refusal_error(broker: Broker, client_id: str, code: int, reason: str) -> Bro
 
 
 def attempt_error(broker: Broker, client_id: str, code: int, reason: str, paho_error: str) -> BrokerError | None:
-    """Return the error of a failed attempt by CONNACK code or paho's last error message, or None if neither fits."""
+    """Return the error of a failed attempt, or None if neither CONNACK code nor paho's text explains it."""
     if code == PROTOCOL_ERROR:
         return not_mqtt_error(broker, reason)
     if code > UNSPECIFIED and code != KEEP_ALIVE:
@@ -209,7 +209,7 @@ def not_mqtt_error(broker: Broker, description: str) -> BrokerError:
 
 
 def connection_lost_error(broker: Broker, client_id: str, code: int, reason: str, is_repeated: bool) -> BrokerError:
-    """Return the error for a lost connection. `is_repeated` means that the previous connections were short too."""
+    """Return the error for a lost connection. `is_repeated` means that earlier connections were short."""
     if code == KEEP_ALIVE:
         return BrokerError(f"{broker} was silent for too long: check the network")
     if code == SESSION_TAKEN_OVER:

@@ -176,7 +176,7 @@ class MqttLink:
         self.connected = False
 
     def _poll_once(self, timeout_s: float, fds: Sequence[int]) -> bool:
-        """Start a due attempt, send and receive, waiting at most a second. Return whether one of `fds` is readable."""
+        """Send and receive for at most a second. Return whether one of `fds` is readable."""
         is_idle = self._client is None and self._dial is None and not self._closed
         if is_idle and time.monotonic() >= self._due_s:
             self._dial = dial(self.broker)
@@ -408,7 +408,7 @@ class QueuedMessage:
 
 
 class SendQueue:
-    """Queue of outgoing messages. Messages in flight when a connection breaks are sent again, one at a time."""
+    """Queue of outgoing messages. Messages in flight at a disconnection are sent again one by one."""
 
     def __init__(self) -> None:
         self.backlog = 0  # payload bytes that are neither written (QoS 0) nor acknowledged (QoS 1)
@@ -449,7 +449,7 @@ class SendQueue:
         self._update_totals(message, 1)
 
     def remove_sent(self, packet_id: int) -> QueuedMessage | None:
-        """Return the message in flight with this packet id, which no longer counts, or None if unknown."""
+        """Remove and return the message in flight with this packet id, or return None if the id is unknown."""
         message = self._in_flight.pop(packet_id, None)
         if message is not None:
             self.backlog -= message.size
@@ -467,9 +467,8 @@ class SendQueue:
     def handle_disconnect(self, max_breaks: int = MAX_BREAKS, *, is_clean: bool = False) -> QueuedMessage | None:
         """Queue the reliable messages in flight again, and drop all unreliable ones.
 
-        If only one reliable message was in flight, and for the `max_breaks`th time when a connection broke, it is
-        dropped and returned as the probable cause. Otherwise the result is None. With `is_clean`, this break does not
-        count.
+        The only reliable message in flight is dropped and returned, as the probable cause, at its `max_breaks`th broken
+        connection. Otherwise the result is None. With `is_clean`, this break does not count.
         """
         suspects = [message for message in self._in_flight.values() if message.reliable]
         for message in suspects:

@@ -89,7 +89,7 @@ def test_one_task_unlike_all_before_is_left_out_and_a_second_one_begins_anew() -
     assert at(learn_segment(odd, TaskSegment(TOP, WORK, true_s(TOP), None)), TOP)[0] == pytest.approx(20.0, rel=0.02)
     anew = learn_segment(odd, TaskSegment(TOP, WORK, 200.0, None))
     assert at(anew, TOP)[0] == pytest.approx(200.0, rel=0.01)
-    assert at(learn_segment(known, TaskSegment(TOP, WORK, 200.0, None), at_once=True), TOP)[0] == pytest.approx(
+    assert at(learn_segment(known, TaskSegment(TOP, WORK, 200.0, None), accept_outlier=True), TOP)[0] == pytest.approx(
         200.0, rel=0.01
     )
 
