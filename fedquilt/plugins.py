@@ -95,7 +95,7 @@ def package_plugins(name: str) -> list[Plugin]:
 
 
 def usable_plugins(kind: Kind, builtin_names: Collection[str]) -> list[Plugin]:
-    """Return the plug-ins of a kind with an unambiguous name. Nothing is imported."""
+    """Return the plug-ins of a kind with unambiguous names (see `name_conflicts`). Nothing is imported."""
     plugins = _list_allowed_plugins(kind)
     return [
         plugin
@@ -105,7 +105,7 @@ def usable_plugins(kind: Kind, builtin_names: Collection[str]) -> list[Plugin]:
 
 
 def name_conflicts(kind: Kind, builtin_names: Collection[str]) -> list[str]:
-    """Return an error message for each ambiguous name of a kind."""
+    """Return an error message for each name of a kind that several plug-ins or built-ins have."""
     conflicts = []
     for name in plugin_names(kind):
         try:
@@ -179,7 +179,7 @@ def import_plugin(plugin: Plugin) -> Any:
 
 
 def wrong_kind_error(plugin: Plugin, expected: str, actual: Any) -> JobError:
-    """Return the error for a plug-in with an object that is not of the kind `expected`."""
+    """Return the error for a plug-in whose object is not of the kind `expected`."""
     return JobError(f"{plugin} is a {type(actual).__name__} instead of {expected}: correct {plugin.target}")
 
 
@@ -268,14 +268,14 @@ def required_modules(kind: Kind, name: str, builtin_names: Collection[str] = ())
 
 
 def allowlist_entries(kind: Kind, name: str, builtin_names: Collection[str] = ()) -> list[str]:
-    """Return what a device must list as `plugins` in agent.toml to use a name: its package, or `module:name`."""
+    """Return the entries of `plugins` in agent.toml that allow a name: its package, or `module:name`."""
     plugin = find_plugin(kind, name, builtin_names)
     return [] if plugin is None else [plugin.name if ":" in plugin.name else plugin.package]
 
 
 @lru_cache(maxsize=64)
 def _compute_module_digest(module: str, path: tuple[str, ...]) -> str:
-    """Return the sha256 of a module's files, or "unknown" without files. `path` only keys the cache."""
+    """Return the sha256 of a module's files, or "unknown" without files. `path` is only a cache key."""
     try:
         spec = util.find_spec(module)
     except (ImportError, ValueError):
@@ -314,7 +314,6 @@ def _list_allowed_plugins(kind: Kind) -> list[Plugin]:
 
 @lru_cache(maxsize=16)  # per kind and search path: reading them takes longer than a small task
 def _list_installed_plugins(kind: Kind, path: tuple[str, ...]) -> tuple[Plugin, ...]:
-    """Return the installed plug-ins of a kind by name, without packages with damaged metadata."""
     if not any(_has_plugins(Path(folder)) for folder in path):
         return ()
     from importlib import metadata  # only here, because most devices have no plug-ins and save 1 MB
@@ -344,7 +343,6 @@ def _has_plugins(folder: Path) -> bool:
 
 
 def _plugin_from_target(kind: Kind, name: str) -> Plugin:
-    """Return the plug-in `module:name`, or raise JobError if malformed or not allowed on this device."""
     if not TARGET.fullmatch(name):
         raise JobError(f"{KIND_TITLES[kind]} {name!r} is invalid: write module:name, as in mine.networks:small")
     if kind not in LOCAL_KINDS and not _allows_targets and name not in (_allowed or ()):

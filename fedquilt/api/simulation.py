@@ -192,7 +192,7 @@ class NotebookDisplay(Display):
 
 
 def make_display(progress: bool | None) -> Display:
-    """Return a display for notebooks, terminals or none (`Display`), as described for `simulate`."""
+    """Return the display that `progress` selects, as described for `simulate`."""
     if progress is False:
         return Display()
     if _is_notebook():

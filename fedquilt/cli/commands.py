@@ -111,7 +111,7 @@ class _BaseCommand(click.Command):
         ...
 
     def _repeat_option_names(self, args: Sequence[str]) -> list[str]:
-        """Return the words with a variadic option's name before each of its values, as click expects."""
+        """Return the words with the option's name before each value of a variadic option, as click expects."""
         parameters = [parameter for parameter in self.params if isinstance(parameter, Option) and parameter.variadic]
         variadic_options = {name: parameter for parameter in parameters for name in parameter.opts}
         remaining = list(args)
@@ -145,8 +145,6 @@ class Command(_BaseCommand):
 
 
 class CommandGroup(_BaseCommand, click.Group):
-    """Group of verbs. An unknown verb raises an error with the nearest name."""
-
     command_class = Command
     is_partial = False
 
@@ -154,7 +152,7 @@ class CommandGroup(_BaseCommand, click.Group):
         super().__init__(*args, subcommand_metavar="VERB ...", **attributes)
 
     def add_operator_verbs(self, file: str) -> None:
-        """Add the verbs of a file of `fedquilt.cli`, unless this is the wheel for boards, which lacks the file."""
+        """Add the verbs of a file of `fedquilt.cli`. The wheel for boards lacks the file, and adds none."""
         if f"{file}.py" not in os.listdir(os.path.dirname(__file__)):
             self.is_partial = True
             return
@@ -255,7 +253,6 @@ def argument(name: str, text: str = "", **attributes: Any) -> Callable[[F], F]:
 
 
 def verbosity() -> int:
-    """Return how many times -v was given to the current command."""
     return click.get_current_context().find_root().obj or 0
 
 

@@ -35,7 +35,6 @@ def no_runs_message(home: Path) -> str:
 
 
 def load_job(path: Path) -> JobSettings:
-    """Return the job of a file with checked [data] and [test] tables, or raise JobError."""
     from fedquilt.coordinator import settings
     from fedquilt.data.spec import DataSpec
     from fedquilt.formats import toml
@@ -56,7 +55,6 @@ def bundle_folder(job: Path) -> Path:
 
 
 def print_rows(format: str, rows: Any, lines: Sequence[str]) -> None:
-    """Print `rows` as a line of JSON if the format is "json", or otherwise the lines, wrapped on a terminal."""
     if format == "json":
         import msgspec
 

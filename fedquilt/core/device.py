@@ -48,7 +48,7 @@ class Meter(Protocol):
 
     @property
     def coverage(self) -> Coverage:
-        """Part of the device that the meter measures. The trusted meter with the widest coverage measures energy."""
+        """Part of the device that the meter measures. Energy is read from the trusted meter of the widest coverage."""
         ...
 
     def read(self, now_s: float) -> Power:

@@ -384,7 +384,7 @@ class SiteRight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [name for name in names if name not in patterns and not name.startswith(prefixes)]
 
     def overlaps(self, other: SiteRight) -> bool:
-        """Return whether any device name is authorized by both rights."""
+        """Return whether both rights authorize some device name."""
         return any(
             _matches_pattern(pattern.removesuffix("*"), other_pattern)
             or _matches_pattern(other_pattern.removesuffix("*"), pattern)
@@ -394,7 +394,7 @@ class SiteRight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def has_site_bundles(names: Collection[str]) -> bool:
-    """Return whether any bundle name has the prefix of bundles in a site's update."""
+    """Return whether any bundle comes from a site: its name has the prefix of bundles in a site's update."""
     return any(name.startswith(SITE_BUNDLES) for name in names)
 
 

@@ -1,4 +1,4 @@
-"""Interface of a federated method: both halves, the values they take and return, and the engines they use."""
+"""Interface of a federated method: its server and client halves, their values, and engines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TaskSpec:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Output of `fedquilt prepare` for a job: metadata and files by name."""
+    """Output of `fedquilt prepare` for a job: metadata, and files by name."""
 
     meta: Mapping[str, Any]
     files: Mapping[str, BlobRef]

@@ -25,7 +25,7 @@ from fedquilt.data.spec import DataSpec
 
 
 class Centre(NamedTuple):
-    """Centre of a cluster, and the matrix A that scales standard normal rows (covariance A'A)."""
+    """Centre of a cluster, and the matrix A that scales rows of standard normal numbers (covariance A'A)."""
 
     x: float
     y: float
