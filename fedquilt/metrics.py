@@ -88,7 +88,6 @@ def format_value(metric: Metric, value: float, digits: int = 2) -> str:
 
 
 def describe_metrics(sums: EvaluationSums, digits: int = 2, skip: Collection[str] = ()) -> list[str]:
-    """Return a text for each metric that is not in `skip`, such as "AUC 0.91 ± 0.01"."""
     values = evaluation.compute_metrics(sums)
     metrics = [(METRICS[name], value) for name, value in values.items()]
     texts = {metric.name: f"{metric.title} {format_value(metric, value, digits)}" for metric, value in metrics}

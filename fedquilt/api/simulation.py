@@ -114,8 +114,6 @@ def bundle_folder_name(job: settings.JobSettings) -> str:
 
 
 class _RunReporter:
-    """Display of a run's progress, which also passes finished rounds to `on_round`."""
-
     def __init__(
         self,
         job: settings.JobSettings,

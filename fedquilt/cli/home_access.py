@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def open_existing_home(home: Path) -> Store:
-    """Open the store of a coordinator's home, or raise StoreError if the home has no runs."""
     from fedquilt.coordinator.storage.store import open_store
 
     require_home(home)

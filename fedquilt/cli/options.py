@@ -211,7 +211,6 @@ class BrokerOptions:
 
     @property
     def arguments(self) -> list[str]:
-        """Command-line arguments that set the options to non-default values."""
         arguments = [] if self.url in (None, BROKER) else ["--broker", str(self.url)]
         for name, path in self.files.items():
             arguments += [f"--{name.replace('_', '-')}", str(path)]

@@ -26,7 +26,6 @@ NUMERIC_SETTINGS: Final = ("max_w", "telemetry_s")
 
 
 def parse_settings(assignments: tuple[str, ...]) -> dict[str, Any]:
-    """Return the remote settings in KEY=VALUE words, or raise JobError. Names and ranges are not checked."""
     settings_: dict[str, Any] = {}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")

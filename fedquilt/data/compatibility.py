@@ -78,7 +78,6 @@ def _require_label_variety(reader: ExampleReader, spec: DataSpec) -> None:
 def _describe_shape_problem(
     meta: Mapping[str, Any], network: Mapping[str, Any], name: str, reader: ExampleReader
 ) -> str:
-    """Return how the shape of an example contradicts the network's input, or "" if it fits."""
     shape, kind, input_table = reader.shape, network.get("name"), network.get("input") or meta.get("input") or {}
     actual = f"examples have shape {shape}{_format_features(reader)}"
     if "channels" in input_table:

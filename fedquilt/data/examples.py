@@ -162,7 +162,6 @@ def _read_parts(
     spec: DataSpec,
     shares: Sequence[int],
 ) -> list[tuple[Examples, Examples]]:
-    """Read the training and held-out examples of each share in one pass, as views if there are no domains."""
     import numpy as np
 
     flat = [part for pair in parts for part in pair]

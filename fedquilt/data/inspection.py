@@ -101,7 +101,6 @@ def _locate_data(source: str) -> dict[str, Any]:
 
 
 def _name_arrays(path: Path, label: str) -> dict[str, Any]:
-    """Return the [data] keys of an .npz file, without `x` if several arrays could be the inputs."""
     input_arrays = [name for name in arrays.list_arrays(path) if name != label]
     return {"y": label, **({"x": input_arrays[0]} if len(input_arrays) == 1 else {})}
 
@@ -145,7 +144,6 @@ def _choose_rows(reader: ExampleReader, max_rows: int) -> np.ndarray:
 
 
 def _inspect_inputs(reader: ExampleReader, data: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Return the [input] table for images or numbers, and append notes."""
     if not _is_image(reader):
         if len(reader.shape) == 1 and not reader.features:
             notes.append(f"{reader.shape[0]} numbers each")

@@ -194,7 +194,6 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, table: Mapping[str, Any], location: str = "[data]") -> DataSpec:
-        """Return a checked table, or raise JobError. `location` names the table in errors."""
         spec = toml.convert_table(table, cls, location)
         for column, categories_ in spec.categories.items():
             if categories_ == AUTO:

@@ -1,4 +1,4 @@
-"""Common code of methods whose devices have networks of their own and share prototypes, the mean features of a class.
+"""Common code of methods whose devices share prototypes (mean features by class), not networks.
 
 Features are the inputs of a network's last linear layer. All networks of a job have equally many.
 """
@@ -44,7 +44,7 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class State:
-    """First networks by tier, "" for devices of no tier with its own, and the global prototypes."""
+    """Initial network of each memory tier, with the default network as "", and the global prototypes."""
 
     params: dict[str, Any]
     networks: dict[str, NetworkState]
@@ -65,7 +65,7 @@ class FeatureHooks:
         self.features: Any = None  # (n, d) of the latest mini-batch
 
     def prepare(self, module: Any) -> Any:
-        """Add the recording hook to the module, and return the module."""
+        """Add the hook that records features to the module, and return the module."""
         module.get_submodule(self._head).register_forward_pre_hook(self._record)
         return module
 
@@ -83,7 +83,7 @@ class PrototypeHooks(FeatureHooks):
         self._received, self._strength, self._tensors = received, strength, dict[str, Any]()
 
     def penalty(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
-        """Return lambda |f(x) - C_y|^2 / d, averaged over the examples. Without a C_y an example counts 0."""
+        """Return lambda |f(x) - C_y|^2 / d, averaged over the examples, with 0 for classes without a C_y."""
         import torch
 
         if not self._tensors:
@@ -96,7 +96,7 @@ def init(bundle: core.Bundle, params: Any, seed: int) -> State:
     """Return the first state, without prototypes.
 
     Raises:
-        ModelError: If a network has no last linear layer, or the networks' last layers have unequal shapes.
+        ModelError: If a network has no last linear layer, or the last layers differ in shape.
     """
     networks = local_training.initial_states_by_tier(bundle, params)
     shapes = {tier or "[model]": head_shape(network) for tier, network in networks.items()}
@@ -117,7 +117,7 @@ def head_shape(network: NetworkState) -> tuple[int, int]:
 
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
-    """Return the task spec to train the network of the device's tier. Its first weights are sent once."""
+    """Return the task spec to train the network of the device's tier. Initial weights are sent once."""
     network = state.networks[peak_memory.largest_tier_within(device.profile, state.networks)]
     prototypes = {"prototypes": state.prototypes, "known": state.known}
     bundles = {"own": network.model, "prototypes": prototypes}
@@ -140,7 +140,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 
 def compute_prototypes(task: core.Task, site: core.ClientContext, network: core.Tensors) -> dict[str, np.ndarray]:
-    """Return the mean features of each class, (classes, d), and the number of its examples, (classes,)."""
+    """Return arrays by name: "prototypes", mean features (classes, d), and "examples", counts (classes,)."""
     sums, labels = np.zeros(site.load("prototypes")["prototypes"].shape), iter(site.train.y)
 
     def add_features(features: Any) -> None:
@@ -154,7 +154,7 @@ def compute_prototypes(task: core.Task, site: core.ClientContext, network: core.
 
 
 def load_own_network(site: core.ClientContext) -> core.Tensors:
-    """Return the device's network, or the tier's first one before the first training."""
+    """Return the device's network, or the initial network of its tier before the first training."""
     first = site.load("own")
     if site.private_state:
         tensors.require_matching(site.private_state, first)
@@ -173,7 +173,7 @@ def update_schema(state: State) -> core.UpdateSchema:
 
 
 def validate_update(state: State, update: core.DeviceUpdate) -> None:
-    """Raise UpdateError for wrong names, shapes or types, or if the examples do not sum up to the update's weight."""
+    """Raise UpdateError for wrong names, shapes or types, or if the examples' sum is not the weight."""
     sent = update.bundles.get("prototypes", {})
     tensors.require_addable(sent, update_schema(state).bundles["prototypes"])
     if (count := sent["examples"].sum()) != update.weight:
@@ -181,6 +181,6 @@ def validate_update(state: State, update: core.DeviceUpdate) -> None:
 
 
 def result(state: State) -> core.Artefact:
-    """Return the first network of devices of no tier with its own. The devices' networks never leave them."""
+    """Return the initial default network, because the devices' networks never leave them."""
     first = state.networks[""]
     return local_training.weights_artefact(first.network, first.model, private=sorted(first.model))

@@ -31,7 +31,7 @@ from fedquilt.methods._prototypes import Params, State
 
 
 def fold(state: State, accumulator: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
-    """Add an update's prototypes to the sums, weighted by the examples of each class."""
+    """Return the sums with an update's prototypes added, weighted by the examples of each class."""
     _prototypes.validate_update(state, update)
     sent, accumulator = update.bundles["prototypes"], accumulator or WeightedSums()
     examples = sent["examples"].astype(np.float64)
@@ -40,7 +40,7 @@ def fold(state: State, accumulator: WeightedSums | None, update: core.DeviceUpda
 
 
 def step(state: State, total: WeightedSums | None) -> State:
-    """Average the prototypes of each class over the devices (Eq. 6)."""
+    """Return the state with the mean prototype of each class over the devices (FedProto, Eq. 6)."""
     if total is None or total.weight == 0:
         return state
     sums = exact_sums.rounded_values(total.total)

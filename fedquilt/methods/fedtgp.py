@@ -40,7 +40,7 @@ class Params(_prototypes.Params):
 
 @dataclass(frozen=True)
 class State(_prototypes.State):
-    """FedProto's state, with the vectors v and the layers of F, and log sentences on the last round."""
+    """FedProto's state with the vectors v and the layers of F, and log sentences on the last round."""
 
     generator: dict[str, np.ndarray]  # "v" (classes, d), "w1" and "w2" (d, d), "b1" and "b2" (d,)
     seed: int
@@ -60,14 +60,14 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
 
 
 def fold(state: State, collected: CollectedUpdates | None, update: core.DeviceUpdate) -> CollectedUpdates:
-    """Collect an update's prototypes, for up to `most` devices in a round."""
+    """Return the collected updates with a device's prototypes added, for up to `most` devices."""
     _prototypes.validate_update(state, update)
     shapes = _prototypes.update_schema(state).bundles["prototypes"]
     return robust.collect_update(collected, update, "prototypes", shapes, state.params["most"], state.seed)
 
 
 def step(state: State, total: CollectedUpdates | None) -> State:
-    """Train the global prototypes on those of the devices."""
+    """Return the state with global prototypes trained on those of the devices."""
     if total is None:
         return state
     updates = [total.updates[device] for device in sorted(total.updates)]
@@ -111,7 +111,7 @@ def generate_prototypes(generator: core.Tensors) -> tuple[np.ndarray, np.ndarray
 def contrastive_gradients(
     generator: core.Tensors, prototypes: np.ndarray, classes: np.ndarray, margin: float
 ) -> dict[str, np.ndarray]:
-    """Return the gradients of the mean loss of a mini-batch of prototypes, (n, d), and their classes, (n,)."""
+    """Return the gradients, by name, of the mean loss of prototypes, (n, d), with classes, (n,)."""
     hidden, centers = generate_prototypes(generator)
     differences = centers[None] - prototypes[:, None]  # (n, classes, d)
     distances = np.sqrt(np.maximum(np.square(differences).sum(axis=2), 1e-12))

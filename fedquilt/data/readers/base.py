@@ -60,7 +60,7 @@ def read_rows(stream: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], rows:
 
 
 def describe_class_problem(y: np.ndarray, classes: int | None = None, *, is_table: bool = False) -> str:
-    """Return a problem of the class numbers with its fix, or "". Valid are 0 to `classes` - 1.
+    """Return a problem of the class numbers with its fix, or "" if all are from 0 to `classes` - 1.
 
     If `classes` is None, the largest number is not limited.
     """

@@ -37,7 +37,6 @@ def has_pillow() -> bool:
 
 
 def import_pillow() -> Any:
-    """Return the module PIL.Image, or raise DataError with the command that installs it."""
     try:
         from PIL import Image
 

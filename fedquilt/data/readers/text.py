@@ -36,7 +36,6 @@ class Tokenizer:
 
     @classmethod
     def load(cls, vocabulary: str | Sequence[str]) -> Tokenizer:
-        """Return the tokenizer for a vocabulary file or a list of tokens, or raise DataError."""
         path = vocabulary if isinstance(vocabulary, str) else "the model's vocabulary"
         lines = cls._read_lines(vocabulary) if isinstance(vocabulary, str) else list(vocabulary)
         numbers: dict[str, int] = {}
