@@ -49,7 +49,7 @@ class State:
     params: dict[str, Any]
     networks: dict[str, NetworkState]
     prototypes: np.ndarray  # (classes, d)
-    known: np.ndarray  # (classes,) 1 for classes with a prototype, else 0
+    has_prototype: np.ndarray  # (classes,) 1 for classes with a prototype, else 0
 
 
 class FeatureHooks:
@@ -89,7 +89,7 @@ class PrototypeHooks(FeatureHooks):
         if not self._tensors:
             self._tensors = {name: torch.tensor(array, device=y.device) for name, array in self._received.items()}
         distances = (self.features - self._tensors["prototypes"][y]).square().mean(dim=1)
-        return self._strength * (distances * self._tensors["known"][y]).mean()
+        return self._strength * (distances * self._tensors["has_prototype"][y]).mean()
 
 
 def init(bundle: core.Bundle, params: Any, seed: int) -> State:
@@ -119,7 +119,7 @@ def head_shape(network: NetworkState) -> tuple[int, int]:
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train the network of the device's tier. Initial weights are sent once."""
     network = state.networks[peak_memory.largest_tier_within(device.profile, state.networks)]
-    prototypes = {"prototypes": state.prototypes, "known": state.known}
+    prototypes = {"prototypes": state.prototypes, "has_prototype": state.has_prototype}
     bundles = {"own": network.model, "prototypes": prototypes}
     task_spec = local_training.training_task_spec(network, bundles, TRAITS)
     return replace(task_spec, params={**task_spec.params, "head": network.register.find_classifier()})
@@ -129,7 +129,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the device's network, and return the prototypes of its classes."""
     received, strength = site.load("prototypes"), task.params["penalty"]
     hooks = core.Hooks()
-    if strength and received["known"].any():
+    if strength and received["has_prototype"].any():
         pull = PrototypeHooks(task.params["head"], received, strength)
         hooks = core.Hooks(prepare=pull.prepare, steps=(core.Step(penalty=pull.penalty),))
     client_result = local_training.train_from(task, site, load_own_network(site), hooks)
@@ -168,15 +168,17 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 def update_schema(state: State) -> core.UpdateSchema:
     """Return the schema of an update: prototypes, and the number of examples of each class."""
-    counts = tensors.TensorSpec(tensors.tensor_shapes({"known": state.known})["known"].shape, np.dtype(np.int64))
+    counts = tensors.TensorSpec(
+        tensors.tensor_shapes({"has_prototype": state.has_prototype})["has_prototype"].shape, np.dtype(np.int64)
+    )
     return core.UpdateSchema({"prototypes": {"prototypes": state.prototypes, "examples": counts}})
 
 
 def validate_update(state: State, update: core.DeviceUpdate) -> None:
     """Raise UpdateError for wrong names, shapes or types, or if the examples' sum is not the weight."""
-    sent = update.bundles.get("prototypes", {})
-    tensors.require_addable(sent, update_schema(state).bundles["prototypes"])
-    if (count := sent["examples"].sum()) != update.weight:
+    prototypes = update.bundles.get("prototypes", {})
+    tensors.require_addable(prototypes, update_schema(state).bundles["prototypes"])
+    if (count := prototypes["examples"].sum()) != update.weight:
         raise core.UpdateError(f"{update.device} weighs {update.weight:g}, and reports prototypes of {count} examples")
 
 

@@ -92,8 +92,8 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
         weights = learn_weights(task, site, own, start)
         start = {**start, **blend(own, start, weights)}
     client_result = local_training.train_from(task, site, start)
-    kept = {f"{WEIGHT}{name}": array for name, array in weights.items()}
-    return replace(client_result, private_state={**client_result.bundles["model"], **kept})
+    stored_weights = {f"{WEIGHT}{name}": array for name, array in weights.items()}
+    return replace(client_result, private_state={**client_result.bundles["model"], **stored_weights})
 
 
 def blend(own: core.Tensors, received: core.Tensors, weights: core.Tensors) -> dict[str, np.ndarray]:

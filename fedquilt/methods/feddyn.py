@@ -46,7 +46,7 @@ class State(NetworkState):
     """Global model, and the server's h, the mean of all devices' g_k."""
 
     h: dict[str, np.ndarray]
-    known: int  # devices that have taken part
+    participants: int  # devices that have taken part
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """Return the first state, with h = 0."""
     initial = fedavg.init(bundle, params, seed)
     h = {name: np.zeros_like(initial.model[name]) for name in initial.trained_names()}
-    return State(**vars(initial), h=h, known=0)
+    return State(**vars(initial), h=h, participants=0)
 
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
@@ -117,14 +117,15 @@ def step(state: State, total: FedDynSums | None) -> State:
         return state
     weight, alpha, mean = total.weight, state.params["alpha"], total.mean()
     # A restored coordinator may have lost devices that still have their g_k, and report that they are not new.
-    known = max(state.known + total.new_devices, math.ceil(weight))
-    before, after = (max(count, state.params["devices"]) for count in (state.known, known))
+    device_count = max(state.participants + total.new_devices, math.ceil(weight))
+    devices_before = max(state.participants, state.params["devices"])
+    devices_after = max(device_count, state.params["devices"])
     h = {}
     for name, old_h in state.h.items():
         change = mean[name] - state.model[name].astype(np.float64)
-        new_h = np.asarray((before * old_h.astype(np.float64) - alpha * weight * change) / after)
+        new_h = np.asarray((devices_before * old_h.astype(np.float64) - alpha * weight * change) / devices_after)
         mean[name], h[name] = np.asarray(mean[name] - new_h / alpha), new_h.astype(old_h.dtype)
-    return replace(state, model=tensors.cast_like(mean, state.model), h=h, known=known)
+    return replace(state, model=tensors.cast_like(mean, state.model), h=h, participants=device_count)
 
 
 METHOD = replace(

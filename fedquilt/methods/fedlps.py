@@ -50,7 +50,7 @@ class State(_subnetworks.State):
     """Global model, names of the encoder's layers, and channels left by each pruning ratio."""
 
     encoder: tuple[str, ...]  # layers
-    kept: dict[str, dict[str, np.ndarray]]  # by share of the channels that are left: group -> their indices
+    units_by_share: dict[str, dict[str, np.ndarray]]  # by share of the channels that are left: group -> their indices
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> State:
@@ -79,7 +79,7 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
         units_by_share[f"{share:g}"] = {
             group: indices for group, indices in units_by_group.items() if group not in unpruned_groups
         }
-    state = State(**vars(initial), encoder=encoder, kept=units_by_share)
+    state = State(**vars(initial), encoder=encoder, units_by_share=units_by_share)
     return replace(state, widths=heterofl.initial_statistics(state, places_by_share(state)))
 
 
@@ -97,14 +97,14 @@ def places_by_share(state: State) -> dict[float, TensorCut]:
     """Return the indices of a part's channels in each tensor, for each share of channels in a part."""
     shares = sorted({canonical_share(state, share) for share in remaining_shares(state.params)})
     return {
-        share: width.unit_indices_by_tensor(state.plan, state.model, state.kept.get(f"{share:g}", {}))
+        share: width.unit_indices_by_tensor(state.plan, state.model, state.units_by_share.get(f"{share:g}", {}))
         for share in shares
     }
 
 
 def canonical_share(state: State, share: float) -> float:
     """Return the largest share of a tier with as many channels in the predictor as `share`."""
-    pruned = next(iter(state.kept.values()))
+    pruned = next(iter(state.units_by_share.values()))
     return heterofl.canonical_rate(
         [state.plan.widths[group] for group in pruned], remaining_shares(state.params), share
     )

@@ -39,8 +39,8 @@ class Params(fedpews.WarmupParams):
 
 def part_index(state: fedpews.State, device: str) -> int:
     """Return the index of a device's part, from 0: its position in `devices`, or a hash of its name."""
-    listed, parts = list(state.params["devices"]), int(state.params["parts"])
-    return (listed.index(device) if device in listed else core.derive_seed("part", device)) % parts
+    listed_devices, parts = list(state.params["devices"]), int(state.params["parts"])
+    return (listed_devices.index(device) if device in listed_devices else core.derive_seed("part", device)) % parts
 
 
 def device_mask(state: fedpews.State, device: str) -> np.ndarray:

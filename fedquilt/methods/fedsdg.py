@@ -115,7 +115,7 @@ class State(fedlora.State):
     """Shared part as `model`, the frozen backbone, and log sentences on the last round."""
 
     seed: int
-    told: tuple[str, ...] = ()
+    log: tuple[str, ...] = ()
 
 
 # -- on the coordinator ---------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def step(state: State, total: CollectedUpdates | None) -> State:
         notes.append("no change agreed with the mean change, so the plain mean was used")
     elif excluded_devices := [device for device, share in zip(devices, shares, strict=True) if share == 0]:
         notes.append(f"excluded because their change opposes the mean change: {', '.join(excluded_devices)}")
-    return replace(state, model=tensors.cast_like(model, state.model), told=tuple(notes))
+    return replace(state, model=tensors.cast_like(model, state.model), log=tuple(notes))
 
 
 def aggregation_weights(deltas: Sequence[core.Tensors], rule: str) -> tuple[np.ndarray, bool]:
@@ -332,7 +332,7 @@ METHOD = replace(
     aggregation=core.Aggregation(fold, schema=lambda state: core.UpdateSchema({"delta": state.model})),
     step=step,
     result=result,
-    explain=lambda state: state.told,
+    explain=lambda state: state.log,
     personal_model=personal,
     traits=replace(
         fedlora.METHOD.traits,

@@ -44,7 +44,7 @@ class State(_prototypes.State):
 
     generator: dict[str, np.ndarray]  # "v" (classes, d), "w1" and "w2" (d, d), "b1" and "b2" (d,)
     seed: int
-    told: tuple[str, ...] = ()
+    log: tuple[str, ...] = ()
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> State:
@@ -71,8 +71,8 @@ def step(state: State, total: CollectedUpdates | None) -> State:
     if total is None:
         return state
     updates = [total.updates[device] for device in sorted(total.updates)]
-    classes = np.concatenate([np.flatnonzero(sent["examples"]) for sent in updates])
-    prototypes = np.concatenate([sent["prototypes"][sent["examples"] > 0] for sent in updates]).astype(np.float64)
+    classes = np.concatenate([np.flatnonzero(bundle["examples"]) for bundle in updates])
+    prototypes = np.concatenate([bundle["prototypes"][bundle["examples"] > 0] for bundle in updates]).astype(np.float64)
     margin = min(largest_gap(prototypes, classes), state.params["margin"])
     generator = {name: np.asarray(array, np.float64) for name, array in state.generator.items()}
     rng, size, rate = (
@@ -91,15 +91,15 @@ def step(state: State, total: CollectedUpdates | None) -> State:
         state,
         generator=trained,
         prototypes=generate_prototypes(generator)[1].astype(np.float32),
-        known=np.ones(len(state.known), np.uint8),
-        told=tuple(total.left_out_note("devices' prototypes")),
+        has_prototype=np.ones(len(state.has_prototype), np.uint8),
+        log=tuple(total.left_out_note("devices' prototypes")),
     )
 
 
 def largest_gap(prototypes: np.ndarray, classes: np.ndarray) -> float:
     """Return the largest distance between two classes' mean prototypes, or 0 with a single class."""
-    means = np.stack([prototypes[classes == label].mean(axis=0) for label in np.unique(classes)])
-    return float(np.linalg.norm(means[:, None] - means[None], axis=2).max())
+    mean_prototypes = np.stack([prototypes[classes == label].mean(axis=0) for label in np.unique(classes)])
+    return float(np.linalg.norm(mean_prototypes[:, None] - mean_prototypes[None], axis=2).max())
 
 
 def generate_prototypes(generator: core.Tensors) -> tuple[np.ndarray, np.ndarray]:
@@ -143,6 +143,6 @@ METHOD = core.Method(
     aggregation=core.Aggregation(fold, schema=_prototypes.update_schema, check_update=_prototypes.validate_update),
     step=step,
     result=_prototypes.result,
-    explain=lambda state: state.told,
+    explain=lambda state: state.log,
     traits=replace(_prototypes.TRAITS, per_device_data="prototypes of `most` devices, on which the global ones train"),
 )

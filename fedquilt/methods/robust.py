@@ -81,7 +81,7 @@ class State(NetworkState):
     """Global model, and log sentences on the latest round."""
 
     seed: int
-    told: tuple[str, ...] = ()
+    log: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def step(state: State, total: CollectedUpdates | None) -> State:
     notes = total.left_out_note("updates")
     if not tolerates_attackers(rule, len(devices), f, size):
         too_few = f"{len(devices)} updates are too few for {rule} with {f} attackers: the model is unchanged"
-        return replace(state, told=(*notes, too_few))
+        return replace(state, log=(*notes, too_few))
     if rule in RULES_WITH_ATTACKERS and state.params["attackers"] and not f:
         notes.append(f"{rule} left no update out, because {len(devices)} updates are too few to assume an attacker")
     groups = None
@@ -152,7 +152,7 @@ def step(state: State, total: CollectedUpdates | None) -> State:
     merged, sentence = _aggregate_by_rule(state, rows, trained_names, f, row_names)
     other_names = [name for name in state.model if name not in merged]
     model = {**merged, **median(UpdateRows(updates), other_names)}
-    return replace(state, model={name: model[name] for name in state.model}, told=(*notes, *sentence))
+    return replace(state, model={name: model[name] for name in state.model}, log=(*notes, *sentence))
 
 
 def _aggregate_by_rule(
@@ -218,13 +218,13 @@ def trimmed_mean(rows: UpdateRows, names: Collection[str], cut: int) -> dict[str
         names: Tensors to return.
         cut: Values to leave out at either end.
     """
-    means = rows.empty_arrays(names)
-    for name, array in means.items():
+    mean_tensors = rows.empty_arrays(names)
+    for name, array in mean_tensors.items():
         flat = array.reshape(-1)
         for part, block in rows.iterate_blocks(name):
             block.sort(axis=0)
             flat[part] = block[cut : len(block) - cut].mean(axis=0)
-    return means
+    return mean_tensors
 
 
 def median(rows: UpdateRows, names: Collection[str]) -> dict[str, np.ndarray]:
@@ -234,12 +234,12 @@ def median(rows: UpdateRows, names: Collection[str]) -> dict[str, np.ndarray]:
 
 def mean_of_rows(rows: UpdateRows, names: Collection[str], row_indices: Sequence[int]) -> dict[str, np.ndarray]:
     """Return the mean of the rows at `row_indices`."""
-    means = rows.empty_arrays(names)
-    for name, array in means.items():
+    mean_tensors = rows.empty_arrays(names)
+    for name, array in mean_tensors.items():
         flat = array.reshape(-1)
         for part, block in rows.iterate_blocks(name):
             flat[part] = block[list(row_indices)].mean(axis=0)
-    return means
+    return mean_tensors
 
 
 def krum_scores(rows: UpdateRows, names: Collection[str], f: int) -> np.ndarray:
@@ -277,12 +277,12 @@ def clipped_mean(
         radius: Largest norm.
     """
     shares = np.minimum(1.0, radius / np.maximum(lengths, np.finfo(np.float64).tiny))[:, None]
-    means = rows.empty_arrays(names)
-    for name, array in means.items():
+    mean_tensors = rows.empty_arrays(names)
+    for name, array in mean_tensors.items():
         flat, middle = array.reshape(-1), np.reshape(centre[name], -1)
         for part, block in rows.iterate_blocks(name):
             flat[part] = middle[part] + (shares * (block - middle[part])).mean(axis=0)
-    return means
+    return mean_tensors
 
 
 def draw_buckets(count: int, size: int, rng: np.random.Generator) -> list[list[int]]:
@@ -307,7 +307,7 @@ METHOD = replace(
     init=init,
     aggregation=Aggregation(fold, schema=local_training.full_model_schema),
     step=step,
-    explain=lambda state: state.told,
+    explain=lambda state: state.log,
     minimum_updates=Params.minimum_updates,
     traits=replace(fedavg.METHOD.traits, per_device_data="whole models, `most` of them, which the rules compare"),
 )

@@ -381,9 +381,9 @@ def update_contains_no_private_state(name: str) -> None:
 def private_state_is_declared(name: str) -> None:
     """Assert that `Traits.private_data` names what devices keep, if they keep anything."""
     scenario, _, _, runs = record_run(name)
-    kept = sorted({tensor for _, client_result in runs for tensor in client_result.private_state})
-    assert scenario.method.traits.private_data or not kept, (
-        f"devices keep {', '.join(kept[:3])}: name it in private_data"
+    tensor_names = sorted({tensor for _, client_result in runs for tensor in client_result.private_state})
+    assert scenario.method.traits.private_data or not tensor_names, (
+        f"devices keep {', '.join(tensor_names[:3])}: name it in private_data"
     )
 
 
