@@ -1,4 +1,4 @@
-"""Plug-ins: external methods, networks, data sets, losses, transforms, meters, engines and blob backends.
+"""Plug-ins: external methods, networks, data sets, losses, transforms, meters, engines, blob backends.
 
 A plug-in is named by an entry point or as `module:name`. A package declares entry points in its `pyproject.toml`:
 `mine = "mine:METHOD"` below `[project.entry-points."fedquilt.methods"]`. Entry points are read at each lookup, and a
@@ -156,7 +156,7 @@ def load_plugin(kind: Kind, name: str, builtin_names: Collection[str] = ()) -> A
 
 
 def import_plugin(plugin: Plugin) -> Any:
-    """Import and return the object of a plug-in, or raise JobError if the object is missing or the import fails."""
+    """Import and return the object of a plug-in, or raise JobError if it is missing or the import fails."""
     module, _, attribute = plugin.target.partition(":")
     with search_current_folder():
         try:
@@ -187,7 +187,9 @@ def wrong_kind_error(plugin: Plugin, expected: str, actual: Any) -> JobError:
 
 
 def restrict_plugins(allowed: Collection[str] | None) -> None:
-    """Limit this process to the plug-ins that its device allows. Agents and their task processes call this once.
+    """Limit this process to the plug-ins that its device allows.
+
+    Agents and their task processes call this once.
 
     Args:
         allowed: Packages and `module:name` plug-ins. None allows entry points of all packages, and no `module:name`.
@@ -234,7 +236,10 @@ def fingerprint(plugin: Plugin) -> str:
 
 
 def module_digest(module: str) -> str:
-    """Return the sha256 of all files of a top-level module, or "unknown" without files. Nothing is imported."""
+    """Return the sha256 of all files of a top-level module, or "unknown" without files.
+
+    Nothing is imported.
+    """
     with search_current_folder():
         return _compute_module_digest(module, tuple(sys.path))
 

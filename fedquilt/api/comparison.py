@@ -125,7 +125,9 @@ class Comparison:
 
     @extras.report_missing_extras()
     def plot(self, x: str = "rounds", axes: Any = None) -> Axes:
-        """Draw the mean accuracy of each job against a cost, with a band of one standard deviation over the seeds.
+        """Draw the mean accuracy of each job against a cost, with a band of one standard deviation.
+
+        The mean and the deviation are over the seeds.
 
         Args:
             x: "rounds", "seconds", "real_seconds", "bytes" or "joules".

@@ -157,7 +157,7 @@ class Display:
 
 
 class TerminalDisplay(Display):
-    """Display on standard error: rewritten on a terminal, printed at intervals elsewhere."""
+    """Display on standard error. A terminal shows one changing line, any other output a line at intervals."""
 
     def __init__(self) -> None:
         self._last_line = ""

@@ -1,4 +1,4 @@
-"""Classes of commands: a root command that imports verbs on use, options and arguments, help and errors.
+"""Classes of commands: a root command that imports verbs on use, options, arguments, help, errors.
 
 `SECTIONS` gives each verb of `fedquilt --help` the file of this folder with the command of the same name.
 """
@@ -81,7 +81,7 @@ class Argument(click.Argument):
 
 
 class _BaseCommand(click.Command):
-    """Command with grouped help, `-h`, variadic options, and -v before or after the verb."""
+    """Command with headings in --help, `-h`, variadic options, and -v before or after the verb."""
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
         attributes["context_settings"] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -257,7 +257,7 @@ def verbosity() -> int:
 
 
 def explain_usage_error(error: click.UsageError) -> str:
-    """Return click's message with the command that prints help, and with the nearest name for an unknown option."""
+    """Return click's message with the command that prints help, and the nearest name of an unknown option."""
     message, context = error.format_message(), error.ctx
     if isinstance(error, click.NoSuchOption) and context is not None:
         from fedquilt.formats import toml

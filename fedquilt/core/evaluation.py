@@ -353,7 +353,7 @@ def _mean_of_first_tenth(values: Sequence[tuple[float, int]], count: int) -> flo
 
 
 def count_outcomes(sums: EvaluationSums) -> list[tuple[int, int, int]]:
-    """Return the numbers of true positives, false positives and false negatives per output."""
+    """Return true positives, false positives and false negatives of each class or label."""
     rows = confusion_matrix(sums)
     if rows is None:
         counts = unpack_counts(sums.counts, 3 * sums.outputs)

@@ -273,7 +273,7 @@ class Update(DeviceReport, frozen=True, omit_defaults=True):
 
 
 class Rates(DeviceReport, frozen=True, array_like=True, omit_defaults=True):
-    """Speed of one workload at an operating point. `fedquilt.costs.cost_model` adds up the four times.
+    """Speed of one workload at an operating point, as four times that `costs.cost_model` adds up.
 
     Rates are encoded as a list in this order: 200 points of a few workloads have to fit into a message of 128 KiB.
     """
@@ -303,7 +303,7 @@ UPGRADES: Final = "upgrades"  # key in `Profile.versions` of the reason why the 
 
 
 class Profile(DeviceReport, frozen=True):
-    """Self-description of a device. Numbers are measured on the device itself unless `provenance` differs."""
+    """Self-description of a device, with numbers measured on the device unless `provenance` differs."""
 
     device: Name
     board: ShortText

@@ -29,7 +29,7 @@ class DeviceView:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """Task for one device in one round. Each bundle is a mapping of tensors or a reference to a stored blob."""
+    """Task for a device in a round. Each bundle is a mapping of tensors or a reference to a stored blob."""
 
     params: Mapping[str, Any]
     bundles: Mapping[str, Tensors | BlobRef]
@@ -129,7 +129,7 @@ class DeviceUpdate:
 
 
 def tensor_shapes(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return tensors by name for reading shapes and dtypes only, without loading files."""
+    """Return a mapping of tensors in which shapes and dtypes can be read without loading files."""
     shapes: Mapping[str, Any] = getattr(tensors, "shapes", tensors)
     return shapes
 
@@ -264,7 +264,7 @@ class Method:
 
 
 class Engine(Protocol):
-    """Base interface of all engines."""
+    """Base interface of the engines that train networks or run graphs."""
 
     name: str
 

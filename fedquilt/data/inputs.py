@@ -85,9 +85,10 @@ def resize_images(x: np.ndarray, size: int) -> np.ndarray:
 
 
 def prepare_images(x: np.ndarray, image_input: ImageInput | Mapping[str, Any]) -> np.ndarray:
-    """Return standardised network inputs of stored images, (n, channels, size, size) float32, or raise DataError.
+    """Return standardised network inputs, (n, channels, size, size) float32, of stored images.
 
-    Grey becomes colour by repetition, and colour becomes grey by the BT.601 luma weights.
+    Grey becomes colour by repetition, and colour becomes grey by the BT.601 luma weights. Raise DataError for arrays
+    that are no images.
     """
     spec = image_input if isinstance(image_input, ImageInput) else msgspec.convert(image_input, ImageInput)
     if x.ndim == 3:
@@ -224,7 +225,7 @@ def network_input_shape(input_table: Mapping[str, Any], stored: tuple[int, ...])
 
 
 def prepare_inputs(x: np.ndarray, input_table: Mapping[str, Any]) -> np.ndarray:
-    """Return float32 network inputs of stored examples (n, ...), or raise DataError if their type or shape is wrong."""
+    """Return float32 network inputs of stored examples, or raise DataError for a wrong type or shape."""
     if "channels" in input_table:
         return prepare_images(x, input_table)
     spec = msgspec.convert(input_table, ValueInput)

@@ -75,7 +75,7 @@ def _group_rows(owner: np.ndarray, shares: Sequence[int]) -> list[np.ndarray]:
 def split_held_out(y: np.ndarray, spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of a share's training and held-out rows, each ascending.
 
-    Of n rows, round(held * n) are held out, but at least one and at most n - 1 if held and n - 1 are above 0. Each
+    Of n rows, round(held * n) are held out, but at least one and at most n - 1, unless held is 0 or n is 1. Each
     class contributes its proportion, rounded by largest remainder.
     """
     held_out_count = round(spec.held * len(y))

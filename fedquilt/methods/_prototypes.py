@@ -175,7 +175,7 @@ def update_schema(state: State) -> core.UpdateSchema:
 
 
 def validate_update(state: State, update: core.DeviceUpdate) -> None:
-    """Raise UpdateError for wrong names, shapes or types, or if the examples' sum is not the weight."""
+    """Raise UpdateError for wrong names, shapes or types, or if the examples do not add up to the weight."""
     prototypes = update.bundles.get("prototypes", {})
     tensors.require_addable(prototypes, update_schema(state).bundles["prototypes"])
     if (count := prototypes["examples"].sum()) != update.weight:

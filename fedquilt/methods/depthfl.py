@@ -78,7 +78,7 @@ def leading_stage_places(state: NetworkState, depth: int) -> TensorCut:
 
 
 def exit_inputs(body: stages.StagedNetwork) -> list[list[Any]]:
-    """Return for each exit the layer that receives its input, the next stage's first, and the channels."""
+    """Return the input of each exit: the layer that also receives it, and the number of its channels."""
     return [[stage.entrance, stage.width] for stage in body.stages[1:]]
 
 

@@ -46,7 +46,7 @@ class Params(fedavg.Params):
 
 
 class BlendingHooks:
-    """Hooks for learning W, after each step of which the module contains own + (received - own) * W."""
+    """Hooks for learning W. After each step, the module contains own + (received - own) * W."""
 
     def __init__(self, eta: float, rate: float, names: list[str]) -> None:
         self._eta, self._rate, self.weights = eta, rate, dict[str, Any]()
@@ -104,7 +104,7 @@ def blend(own: core.Tensors, received: core.Tensors, weights: core.Tensors) -> d
 def learn_weights(
     task: core.Task, site: core.ClientContext, own: core.Tensors, received: core.Tensors
 ) -> dict[str, np.ndarray]:
-    """Return W after passes over a random sample of the device's examples, by the tensor's name."""
+    """Return W by tensor name, after passes over a random sample of the device's examples."""
     params, blended = task.params, task.params["blended"]
     weights = {name: site.private_state.get(f"{WEIGHT}{name}", np.ones_like(received[name])) for name in blended}
     passes = 1 if any(name.startswith(WEIGHT) for name in site.private_state) else params["first_passes"]

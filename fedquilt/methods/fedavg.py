@@ -91,7 +91,7 @@ def validate_update(state: NetworkState, update: core.DeviceUpdate) -> None:
 
 
 def fold(state: NetworkState, accumulator: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
-    """Return the sums with an update added in place, weighted by its examples. Raise UpdateError if it is invalid."""
+    """Return the sums with an update added in place, weighted by examples. Raise UpdateError if invalid."""
     validate_update(state, update)
     accumulator = accumulator or WeightedSums()
     return WeightedSums(

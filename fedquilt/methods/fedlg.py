@@ -122,7 +122,7 @@ def step(state: State, total: WeightedSums | None) -> State:
 
 
 def explain(state: State) -> list[str]:
-    """Return a sentence that names the layers of the learnGene, in the round that chose them, or []."""
+    """Return a sentence with the layers of the learnGene after the round that chose them, otherwise []."""
     return [f"the learnGene is {', '.join(state.shared)}"] if state.shared and not state.model else []
 
 

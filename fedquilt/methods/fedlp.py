@@ -64,7 +64,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 
 def fold(state: NetworkState, accumulator: FedLPSums | None, update: core.DeviceUpdate) -> FedLPSums:
-    """Return the sums with an update's layers added in place, or raise UpdateError if the update is invalid."""
+    """Return the sums with an update's layers added in place. Raise UpdateError for an invalid update."""
     if "model" not in update.bundles:
         raise core.UpdateError(f"{update.device} sent no bundle 'model', which is required even without layers")
     model = update.bundles["model"]

@@ -42,7 +42,7 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class FedNovaSums(WeightedSums):
-    """Sums of n_i y_i / a_i for trained tensors and n_i y_i for statistics, with their divisors."""
+    """Sums of n_i y_i / a_i for trained tensors, n_i y_i for statistics, and n_i / a_i and n_i a_i."""
 
     inverse_steps: exact_sums.ExactScalar = exact_sums.ExactScalar()  # sum_i n_i / a_i
     weighted_steps: exact_sums.ExactScalar = exact_sums.ExactScalar()  # sum_i n_i a_i

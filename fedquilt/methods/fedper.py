@@ -33,7 +33,7 @@ class Params(fedavg.Params):
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
-    """Return the first state, with the network split into shared layers and devices' own layers.
+    """Return the first state, with the network split into shared layers and layers that devices keep.
 
     Raises:
         ModelError: If the network has no last linear layer, or no other layers.

@@ -38,7 +38,7 @@ class Params(fedpews.WarmupParams):
 
 
 def part_index(state: fedpews.State, device: str) -> int:
-    """Return the index of a device's part, from 0: its position in `devices`, or a hash of its name."""
+    """Return the index of a device's part: its position in `devices`, otherwise a hash of its name."""
     listed_devices, parts = list(state.params["devices"]), int(state.params["parts"])
     return (listed_devices.index(device) if device in listed_devices else core.derive_seed("part", device)) % parts
 

@@ -109,7 +109,7 @@ def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
 
 
 def result(state: State) -> core.Artefact:
-    """Return the shared tensors with the job's initial other tensors, listed in `meta["private"]`."""
+    """Return the shared tensors and initial values of all others, which `meta["private"]` lists."""
     model, private = {**state.own, **state.model}, sorted(state.own.keys() - state.model.keys())
     if state.backbone:
         model = fedlora.merged_model(

@@ -116,7 +116,7 @@ def init(bundle: Bundle, params: SearchParams, seed: int) -> SearchState:
 
 
 def send(state: SearchState, device: DeviceView) -> TaskSpec | None:
-    """Return the task spec of the current phase, or None if the device has already contributed to the phase."""
+    """Return the task spec of the current phase, or None if the device has contributed to the phase."""
     from fedquilt.models.stitching.search import ranking  # the wheel for boards lacks it
 
     match state.phase:

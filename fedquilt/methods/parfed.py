@@ -59,7 +59,7 @@ def convolution_weights(initial: NetworkState) -> list[str]:
 
 
 def last_weights(initial: NetworkState, count: int) -> set[str]:
-    """Return the last `count` names of `convolution_weights`."""
+    """Return the last `count` names in `convolution_weights`."""
     return set(convolution_weights(initial)[-count:]) if count else set()
 
 
