@@ -140,7 +140,7 @@ def _run_command(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _raise_on_signals() -> Iterator[None]:
-    """Raise TerminatedError in a `with` block at SIGTERM and SIGHUP, except signals with own handlers."""
+    """Raise TerminatedError in a `with` block at SIGTERM and SIGHUP, unless they have other handlers."""
 
     def raise_terminated(number: int, frame: object) -> None:
         raise TerminatedError(number)

@@ -422,7 +422,10 @@ class Runner(Engine, Protocol):
     def evaluate_scores(
         self, batches: Iterable[tuple[np.ndarray, np.ndarray]], prior: ClassPrior | None = None
     ) -> EvaluationSums:
-        """Evaluate scores that the caller has computed: batches of scores (n, classes) and labels (n,)."""
+        """Evaluate scores that the caller has computed: batches of scores (n, classes) and labels (n,).
+
+        With `prior`, predictions corrected by class priors are counted too.
+        """
         ...
 
 

@@ -83,7 +83,10 @@ class PrototypeHooks(FeatureHooks):
         self._received, self._strength, self._tensors = received, strength, dict[str, Any]()
 
     def penalty(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
-        """Return lambda |f(x) - C_y|^2 / d, averaged over the examples, with 0 for classes without a C_y."""
+        """Return the weighted mean squared distance of features to their class prototype (FedProto, Eq. 7).
+
+        An example whose class has no prototype counts 0.
+        """
         import torch
 
         if not self._tensors:

@@ -100,7 +100,7 @@ class MixtureHooks:
 
 
 def load_own_model(task: core.Task, site: core.ClientContext) -> tuple[core.Tensors, float]:
-    """Return the own model v and alpha, or before the first training the received model and `alpha`."""
+    """Return the own model and its weight alpha, initially the received model and `alpha`."""
     received = site.load("model")
     own = {name: array for name, array in site.private_state.items() if name != ALPHA} or received
     tensors.require_matching(own, received)
@@ -108,13 +108,13 @@ def load_own_model(task: core.Task, site: core.ClientContext) -> tuple[core.Tens
 
 
 def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
-    """Return the task spec to train two models on each mini-batch."""
+    """Return the task spec to train the shared and the own model on each mini-batch."""
     task_spec = local_training.training_task_spec(state, {"model": state.model}, TRAITS)
     return replace(task_spec, params={**task_spec.params, "trained": state.trained_names()})
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train w, v and alpha on the same mini-batches, return w and keep v and alpha."""
+    """Train the shared model w, the own model v and alpha. The device sends w and keeps the others."""
     received, (own, alpha) = site.load("model"), load_own_model(task, site)
     rate = local_training.fit_from_task(task).lr if task.params["adaptive"] else 0.0
     mixture = MixtureHooks(alpha, rate)

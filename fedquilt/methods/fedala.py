@@ -46,7 +46,7 @@ class Params(fedavg.Params):
 
 
 class BlendingHooks:
-    """Hooks for learning W. After each step, the module contains own + (received - own) * W."""
+    """Hooks for learning the blending weights W. After each step, the module contains the new blend."""
 
     def __init__(self, eta: float, rate: float, names: list[str]) -> None:
         self._eta, self._rate, self.weights = eta, rate, dict[str, Any]()
@@ -71,7 +71,7 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> NetworkState:
 
 
 def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
-    """Return the task spec to train, whose cost includes the passes that learn W."""
+    """Return the task spec to train, whose cost includes the passes that learn the blending weights."""
     task_spec = local_training.training_task_spec(state, {"model": state.model}, TRAITS)
     last, passes = ft_part.last_layer_tensors(state, state.params["layers"]), 0
     if device.rounds:
@@ -85,7 +85,7 @@ def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Learn W, train from the blend, and return the model. The device keeps model and W."""
+    """Learn the blending weights, train from the blend, and return the model. The device keeps both."""
     start, weights = site.load("model"), dict[str, np.ndarray]()
     if site.private_state:
         own = load_own_model(site)
@@ -97,14 +97,14 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 
 def blend(own: core.Tensors, received: core.Tensors, weights: core.Tensors) -> dict[str, np.ndarray]:
-    """Return own + (received - own) * W for the tensors that have a W."""
+    """Return own + (received - own) * weights, for the tensors that have weights."""
     return {name: own[name] + (received[name] - own[name]) * weights[name] for name in weights}
 
 
 def learn_weights(
     task: core.Task, site: core.ClientContext, own: core.Tensors, received: core.Tensors
 ) -> dict[str, np.ndarray]:
-    """Return W by tensor name, after passes over a random sample of the device's examples."""
+    """Return the blending weights after passes over a random sample of the device's examples."""
     params, blended = task.params, task.params["blended"]
     weights = {name: site.private_state.get(f"{WEIGHT}{name}", np.ones_like(received[name])) for name in blended}
     passes = 1 if any(name.startswith(WEIGHT) for name in site.private_state) else params["first_passes"]

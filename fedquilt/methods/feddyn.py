@@ -43,7 +43,7 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class State(NetworkState):
-    """Global model, and the server's h, the mean of all devices' g_k."""
+    """Global model, and h, the mean of all devices' slopes g_k."""
 
     h: dict[str, np.ndarray]
     participants: int  # devices that have taken part

@@ -42,7 +42,7 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class FedNovaSums(WeightedSums):
-    """Sums of n_i y_i / a_i for trained tensors, n_i y_i for statistics, and n_i / a_i and n_i a_i."""
+    """Sums of n_i y_i / a_i (trained tensors) and n_i y_i (statistics). a_i are effective local steps."""
 
     inverse_steps: exact_sums.ExactScalar = exact_sums.ExactScalar()  # sum_i n_i / a_i
     weighted_steps: exact_sums.ExactScalar = exact_sums.ExactScalar()  # sum_i n_i a_i
@@ -65,7 +65,7 @@ def validate_site_sums(state: NetworkState, total: FedNovaSums, weight: float) -
 
 
 def fold(state: NetworkState, accumulator: FedNovaSums | None, update: DeviceUpdate) -> FedNovaSums:
-    """Return the sums with an update added in place. Trained tensors are divided by a_i."""
+    """Return the sums with an update added in place, trained tensors divided by the effective steps."""
     weight, a = update.weight, effective_steps(local_training.reported_steps(update), state.params)
     model, trained_names = update.bundles.get("model", {}), set(state.trained_names())
     tensors.require_addable(model, state.model)

@@ -125,7 +125,7 @@ def tensors_to_send(initial: NetworkState, trained: list[str], bn: str) -> dict[
 
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
-    """Return the task spec to train the trained tensors of w_QK. The frozen w_SK is sent once.
+    """Return the task spec to train the tensors of w_QK. The frozen copy w_SK is sent once.
 
     With a cache the frozen part runs only in a device's first round, once for each example. Without a cache w_SK runs
     in every epoch. The prediction ignores `cache_mb`, because only the device knows the size of its examples.
@@ -151,7 +151,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train w_QK under the gates of w_SK, with features and gates from the cache if they fit."""
+    """Train the copy w_QK, gated by the frozen copy w_SK, with cached features and gates if they fit."""
     received, copies = site.load("model"), _Copies(task, site)
     examples, start, hooks, cached_bytes = copies.prepare_run(received, site.train, "train")
     trained_names = {f"qk.{name}" for name in copies.dual.trained}
@@ -175,7 +175,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
-    """Evaluate the trained weights w_QK, under the gates of w_SK, on the held-out examples."""
+    """Evaluate the trained copy w_QK, gated by the frozen copy w_SK, on the held-out examples."""
     if not len(site.held_out):
         return core.EvaluationSums(examples=0)
     examples, start, hooks, _ = _Copies(task, site).prepare_run(site.load("model"), site.held_out, "held")

@@ -40,7 +40,7 @@ class Params(_prototypes.Params):
 
 @dataclass(frozen=True)
 class State(_prototypes.State):
-    """FedProto's state with the vectors v and the layers of F, and log sentences on the last round."""
+    """FedProto's state with the vectors v and layers of the generator F, and log sentences on the round."""
 
     generator: dict[str, np.ndarray]  # "v" (classes, d), "w1" and "w2" (d, d), "b1" and "b2" (d,)
     seed: int
@@ -103,7 +103,7 @@ def largest_gap(prototypes: np.ndarray, classes: np.ndarray) -> float:
 
 
 def generate_prototypes(generator: core.Tensors) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hidden layer of F, (classes, d), and the global prototypes, (classes, d)."""
+    """Return the generator's hidden layer, (classes, d), and the global prototypes, (classes, d)."""
     hidden = np.maximum(generator["v"] @ generator["w1"].T + generator["b1"], 0)
     return hidden, hidden @ generator["w2"].T + generator["b2"]
 

@@ -331,7 +331,7 @@ def fold(state: State, accumulator: GeneFLSums | None, update: core.DeviceUpdate
 
 
 def step(state: State, total: GeneFLSums | None) -> State:
-    """Return the state with clustered fingerprints (GENE-FL, Eq. 12), or mean layers (Eq. 10) and L_t."""
+    """Return the state with clusters of devices, or with mean layers by cluster (GENE-FL, Eq. 12 and 10)."""
     if total is None:
         return state
     if state.phase == "fingerprint":
@@ -390,7 +390,7 @@ def _average_layers_by_cluster(state: State, total: GeneFLSums) -> State:
 
 
 def _shrink_gene_if_accurate(state: State, total: GeneFLSums) -> State:
-    """Return the state after a round, with L_t lowered each `shrink_every` rounds if accuracy holds."""
+    """Return the state after a round, with fewer layers to send if `shrink_every` rounds kept accuracy."""
     if not total.counts:
         return state  # no device trained
     examples = float(total.held_examples)

@@ -285,7 +285,7 @@ def reported_classes(state: State, update: core.DeviceUpdate) -> np.ndarray:
 
 
 def step(state: State, total: HeteroFLSums | None) -> State:
-    """Return the state with each entry's mean over its senders (HeteroFL, Eq. 2 to 5), and statistics."""
+    """Return the state with the mean of each entry and statistic over its senders (HeteroFL, Eq. 2 to 5)."""
     if total is None:
         return state
     widths = {key: width_parts.average_entries(state.widths[key], sums) for key, sums in total.widths.items()}

@@ -50,7 +50,7 @@ class Params(fedavg.Params):
 
 
 class MoreauEnvelope:
-    """Hooks that train theta, and move w (the anchor "w") towards theta after `inner` steps."""
+    """Hooks that train the personal model theta, and move the shared model w (an anchor) towards theta."""
 
     def __init__(self, pull: float, inner: int, outer_lr: float) -> None:
         self._pull, self._rate = pull, outer_lr * pull
@@ -75,7 +75,7 @@ class MoreauEnvelope:
                     self._w[name].sub_(self._rate * (self._w[name] - value))
 
     def final_anchor(self, theta: Tensors) -> dict[str, np.ndarray]:
-        """Return w after its last step towards `theta`, with tensors from `theta` that have no w."""
+        """Return the shared model w after its last step towards `theta`. Tensors without a w are theta's."""
         w = {name: value.cpu().numpy() for name, value in self._w.items()}
         return {
             name: (w[name] - self._rate * (w[name] - array)).astype(array.dtype) if name in w else array
@@ -89,7 +89,7 @@ def send(state: NetworkState, device: DeviceView) -> TaskSpec:
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
-    """Train theta and w together, and return w. The device keeps theta."""
+    """Train the personal and the shared model together. The device sends the latter, keeps the former."""
     received = site.load("model")
     envelope = MoreauEnvelope(task.params["pull"], task.params["inner"], task.params["outer_lr"])
     client_result = local_training.train_from(

@@ -69,7 +69,7 @@ class State(NetworkState):
 
 @dataclass(frozen=True)
 class ScaffoldSums(WeightedSums):
-    """Sums of a round: the models, and sum_i (x - y_i) / (K_i eta_l) with the number of new devices."""
+    """Sums of a round: models, mean gradients (x - y_i) / (K_i eta_l), and the number of new devices."""
 
     slopes: dict[str, exact_sums.ExactSum] = field(default_factory=dict)
     new_devices: int = 0  # devices that take part for the first time
@@ -88,7 +88,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train with gradients corrected by c - c_i. The device keeps the new c_i (option II)."""
+    """Train with gradients corrected by the variates, c - c_i. The device keeps the new c_i (option II)."""
     received, control = site.load("model"), site.load("control")
     device_control = site.private_state or {name: np.zeros_like(array) for name, array in control.items()}
     tensors.require_matching(device_control, control)
