@@ -132,7 +132,7 @@ def make_adapter_hooks(task: core.Task, trained: core.Tensors) -> core.Hooks:
 
 
 def load_backbone(task: core.Task, site: core.ClientContext, trained: core.Tensors) -> tuple[core.Tensors, core.Hooks]:
-    """Return the frozen tensors and the hooks that insert adapters, or ({}, no hooks) without a rank."""
+    """Return the frozen tensors and the hooks that insert adapters. Both are empty without adapters."""
     return (site.load("backbone"), make_adapter_hooks(task, trained)) if task.params.get("rank") else ({}, core.Hooks())
 
 

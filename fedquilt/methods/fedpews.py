@@ -138,7 +138,7 @@ def full_task_spec(state: State) -> core.TaskSpec:
 
 
 def _mean_mask_of_others(state: State, device: str) -> np.ndarray | None:
-    """Return the mean mask of all other devices, 0.5 at first, or None if this device is the only one."""
+    """Return the mean mask of the other devices, 0.5 at first, or None if they have not published any."""
     if not state.published:
         return np.full(state.plan.neurons, 0.5, np.float32)
     published_masks = [mask for name, mask in sorted(state.published.items()) if name != device]

@@ -63,13 +63,13 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class State(NetworkState):
-    """Trained tensors of w_QK as `model`, and the frozen pre-trained network w_SK."""
+    """Tensors of the trained copy w_QK as `model`, and the frozen pre-trained network w_SK."""
 
     frozen: dict[str, np.ndarray]  # w_SK, whole
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> State:
-    """Return the first state: the bundle's network as the frozen copy w_SK, and the trained tensors.
+    """Return the first state: the bundle's network as the frozen copy, and the trained tensors.
 
     Raises:
         ModelError: If `trained` names an unknown module or leaves nothing to train, or if the network is not separable.

@@ -173,7 +173,7 @@ def make_width_hooks(task: core.Task, site: core.ClientContext, *, scaled: bool 
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train the device's part, or gather batch norm statistics. Missing classes are left out."""
+    """Train the device's part on the classes that the device has, or gather batch norm statistics."""
     if "asked" in task.params:
         return gather_statistics(task, site)
     hooks = make_width_hooks(task, site)
