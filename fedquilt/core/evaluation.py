@@ -171,7 +171,10 @@ def add_evaluations(evaluations: Iterable[EvaluationSums]) -> EvaluationSums | N
 
 
 def _add_correct_with_priors(parts: Sequence[EvaluationSums]) -> int | None:
-    """Return the total of correct predictions with priors, or without priors for parts that lack them."""
+    """Return the total of correct predictions with priors, or None if no part has them.
+
+    Other parts, whose engines do not support priors, count without priors.
+    """
     if all(part.correct_with_priors is None for part in parts):
         return None
     return sum(

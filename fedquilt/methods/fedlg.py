@@ -108,7 +108,10 @@ def fold(state: State, accumulator: WeightedSums | None, update: core.DeviceUpda
 
 
 def step(state: State, total: WeightedSums | None) -> State:
-    """Return the state with the mean learnGene or, while probing, larger sums and at the end a choice."""
+    """Return the state with the mean learnGene or, while probing, with added gradient sizes.
+
+    The last probing round chooses the learnGene.
+    """
     if total is None or total.weight == 0:
         return state
     if state.shared:

@@ -109,7 +109,7 @@ def detect_format(path: Path, spec: DataSpec) -> str:
 
 
 def open_sources(spec: DataSpec) -> ExampleReader:
-    """Return a reader of the spec's source, or of all `sources` as one data set of equal image sizes."""
+    """Return a reader of the spec's source, or of all its `sources`, with images resized if requested."""
     if not spec.sources:
         return _resize_images(open_reader(spec), spec)
     readers = []
