@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def exclude_buffers(wire: Encoding, meta: Mapping[str, Any]) -> Encoding:
-    """Return a job's encoding with its network's buffers excluded, from the metadata of the job's bundle."""
+    """Return a job's encoding with the network's buffers, named in the bundle's metadata, excluded."""
     network = meta.get("network")
     if wire.codec == "raw" or not network:
         return wire
@@ -48,7 +48,6 @@ def exclude_buffers(wire: Encoding, meta: Mapping[str, Any]) -> Encoding:
 
 
 def remove_residuals(private: Tensors) -> dict[str, np.ndarray]:
-    """Return a device's private state without the residuals of codecs."""
     return {name: array for name, array in private.items() if not name.startswith(RESIDUAL_PREFIX)}
 
 
@@ -82,7 +81,7 @@ def encode_update(
 def encode_bundle(
     wire: Encoding, bundle_tensors: Tensors, base: Tensors, residuals: Tensors
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the encoded bundle, and the residuals to add to the next update. `residuals` is overwritten."""
+    """Return the encoded bundle, and the residuals to add to the next update. Overwrites `residuals`."""
     codec, encoded, remaining, unchanged = LOSSY_CODECS[wire.codec], {}, dict(residuals), frozenset(wire.unchanged)
     for name, array in bundle_tensors.items():
         if SEPARATOR in name:
@@ -110,16 +109,17 @@ def encode_bundle(
 def decode_update(
     wire: Encoding, bundles: Mapping[str, Tensors], base: Callable[[str], Tensors | None]
 ) -> Mapping[str, Tensors]:
-    """Return the decoded bundles of an update, or "raw" bundles unchecked. See `decode_bundle`."""
+    """Return the decoded bundles of an update (see `decode_bundle`), or "raw" bundles unchecked."""
     if wire.codec == "raw":
         return bundles
     return {name: decode_bundle(wire, encoded, base(name) or {}) for name, encoded in bundles.items()}
 
 
 def decode_bundle(wire: Encoding, encoded: Tensors, base: Tensors) -> dict[str, np.ndarray]:
-    """Return the bundle given to `encode_bundle`, up to the codec's error, or raise UpdateError for invalid parts.
+    """Return the tensors that `encode_bundle` encoded, up to the codec's error.
 
-    Other tensors are returned unchecked: their names and shapes may differ from those of `base`.
+    Raise UpdateError for invalid parts. Tensors without encoded parts are returned unchecked: their names and shapes
+    may differ from those of `base`.
     """
     tensors.require_finite(encoded)
     codec = LOSSY_CODECS[wire.codec]
@@ -141,9 +141,9 @@ def decode_bundle(wire: Encoding, encoded: Tensors, base: Tensors) -> dict[str, 
 def decoded_specs(
     wire: Encoding, encoded: Mapping[str, TensorSpec], reference: Mapping[str, Any]
 ) -> dict[str, TensorSpec]:
-    """Return the types and shapes that `decode_bundle` would return, or raise UpdateError for invalid parts.
+    """Return the types and shapes that `decode_bundle` would return. Raise UpdateError for invalid parts.
 
-    Shapes that are not sent are those of `reference`.
+    Shapes that the encoding does not contain are those of `reference`.
     """
     if wire.codec == "raw":
         return dict(encoded)
@@ -159,7 +159,7 @@ def decoded_specs(
 
 
 def _group_parts(wire: Encoding, encoded: Mapping[str, T]) -> tuple[dict[str, T], dict[str, dict[str, T]]]:
-    """Return the tensors that were sent unchanged, and the parts by tensor. Raise UpdateError for missing parts."""
+    """Return unchanged tensors by name, and encoded parts by tensor. Raise UpdateError for missing parts."""
     codec = LOSSY_CODECS[wire.codec]
     plain: dict[str, T] = {}
     split: dict[str, dict[str, T]] = {}
@@ -195,7 +195,7 @@ BLOCK: Final = 1 << 16  # entries processed at once
 
 @dataclass(frozen=True)
 class LossyCodec:
-    """Functions of one lossy codec. `start` is the tensor's value before the change."""
+    """Functions of a lossy codec. Their argument `start` is the tensor's value before the change."""
 
     parts: tuple[str, ...]
     encode: Callable[[np.ndarray, np.ndarray | None, np.ndarray | None, float], Sequence[np.ndarray]]
@@ -218,7 +218,7 @@ def _split_blocks(size: int) -> Iterator[slice]:
 
 
 def _add_change(array: np.ndarray, start: np.ndarray, residual: np.ndarray) -> np.ndarray:
-    """Return `residual` with the change of the array added in place, flat. Raise DivergedError beyond float32."""
+    """Return `residual`, flat, with the array's change added in place. Raise DivergedError beyond float32."""
     flat, values, start_values = residual.reshape(-1), array.reshape(-1), start.reshape(-1)
     with np.errstate(over="ignore"):
         for block in _split_blocks(flat.size):
@@ -304,7 +304,7 @@ def _encode_topk(
 
 
 def _largest_indices(changes: np.ndarray, count: int) -> np.ndarray:
-    """Return the sorted indices of the `count` largest magnitudes, the first ones of equal magnitudes."""
+    """Return the sorted indices of the `count` largest magnitudes. Of equal magnitudes, the first win."""
     threshold = _kth_largest(changes, count)
 
     def select_indices(condition: Callable[[np.ndarray], np.ndarray], limit: int) -> list[np.ndarray]:
@@ -322,8 +322,6 @@ def _largest_indices(changes: np.ndarray, count: int) -> np.ndarray:
 
 
 def _kth_largest(changes: np.ndarray, count: int) -> np.ndarray:
-    """Return the magnitude of rank `count`, as a float32 scalar array."""
-
     # Magnitudes of floats are ordered like their bits, so the upper 16 bits are searched first, and then the lower 16.
     def magnitude_bits(block: slice) -> np.ndarray:
         return np.abs(changes[block]).view(np.uint32)

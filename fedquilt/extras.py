@@ -42,7 +42,6 @@ def missing_message(module: str) -> str:
 
 
 def installation_command(extra: str) -> str:
-    """Return the pip command that installs an extra, or fedquilt without extras for ""."""
     if not extra:
         return "pip install 'fedquilt'"
     name = "fedquilt-board" if extra in BOARD_EXTRAS and _is_board_distribution() else "fedquilt"

@@ -82,14 +82,12 @@ def display_factor(metric: Metric) -> float:
 
 
 def format_value(metric: Metric, value: float, digits: int = 2) -> str:
-    """Return a value as text: "77.70 %", four significant digits, or "-" if not finite."""
     if not math.isfinite(value):
         return "-"
     return f"{100 * value:.{digits}f} %" if metric.share else f"{value:.4g}"
 
 
 def describe_metrics(sums: EvaluationSums, digits: int = 2, skip: Collection[str] = ()) -> list[str]:
-    """Return a text for each metric that is not in `skip`, such as "AUC 0.91 ± 0.01"."""
     values = evaluation.compute_metrics(sums)
     metrics = [(METRICS[name], value) for name, value in values.items()]
     texts = {metric.name: f"{metric.title} {format_value(metric, value, digits)}" for metric, value in metrics}
@@ -103,7 +101,7 @@ def axis_label(metric: Metric) -> str:
 
 
 def column_name(metric: Metric, name: str) -> str:
-    """Return a table column's name, with "accuracy" replaced by the main metric's name."""
+    """Return the name of a table column, in which the main metric's name replaces "accuracy"."""
     return {"accuracy": metric.name, "held_accuracy": f"held_{metric.name}"}.get(name, name)
 
 

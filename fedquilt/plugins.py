@@ -1,4 +1,4 @@
-"""Plug-ins: external methods, networks, data sets, losses, transforms, meters, engines and blob backends.
+"""Plug-ins: external methods, networks, data sets, losses, transforms, meters, engines, blob backends.
 
 A plug-in is named by an entry point or as `module:name`. A package declares entry points in its `pyproject.toml`:
 `mine = "mine:METHOD"` below `[project.entry-points."fedquilt.methods"]`. Entry points are read at each lookup, and a
@@ -95,7 +95,7 @@ def package_plugins(name: str) -> list[Plugin]:
 
 
 def usable_plugins(kind: Kind, builtin_names: Collection[str]) -> list[Plugin]:
-    """Return the plug-ins of a kind with an unambiguous name. Nothing is imported."""
+    """Return the plug-ins of a kind with unambiguous names (see `name_conflicts`). Nothing is imported."""
     plugins = _list_allowed_plugins(kind)
     return [
         plugin
@@ -105,7 +105,7 @@ def usable_plugins(kind: Kind, builtin_names: Collection[str]) -> list[Plugin]:
 
 
 def name_conflicts(kind: Kind, builtin_names: Collection[str]) -> list[str]:
-    """Return an error message for each ambiguous name of a kind."""
+    """Return an error message for each name of a kind that several plug-ins or built-ins have."""
     conflicts = []
     for name in plugin_names(kind):
         try:
@@ -156,7 +156,7 @@ def load_plugin(kind: Kind, name: str, builtin_names: Collection[str] = ()) -> A
 
 
 def import_plugin(plugin: Plugin) -> Any:
-    """Import and return the object of a plug-in, or raise JobError if the object is missing or the import fails."""
+    """Import and return the object of a plug-in, or raise JobError if it is missing or the import fails."""
     module, _, attribute = plugin.target.partition(":")
     with search_current_folder():
         try:
@@ -179,7 +179,7 @@ def import_plugin(plugin: Plugin) -> Any:
 
 
 def wrong_kind_error(plugin: Plugin, expected: str, actual: Any) -> JobError:
-    """Return the error for a plug-in with an object that is not of the kind `expected`."""
+    """Return the error for a plug-in whose object is not of the kind `expected`."""
     return JobError(f"{plugin} is a {type(actual).__name__} instead of {expected}: correct {plugin.target}")
 
 
@@ -187,7 +187,9 @@ def wrong_kind_error(plugin: Plugin, expected: str, actual: Any) -> JobError:
 
 
 def restrict_plugins(allowed: Collection[str] | None) -> None:
-    """Limit this process to the plug-ins that its device allows. Agents and their task processes call this once.
+    """Limit this process to the plug-ins that its device allows.
+
+    Agents and their task processes call this once.
 
     Args:
         allowed: Packages and `module:name` plug-ins. None allows entry points of all packages, and no `module:name`.
@@ -234,7 +236,10 @@ def fingerprint(plugin: Plugin) -> str:
 
 
 def module_digest(module: str) -> str:
-    """Return the sha256 of all files of a top-level module, or "unknown" without files. Nothing is imported."""
+    """Return the sha256 of all files of a top-level module, or "unknown" without files.
+
+    Nothing is imported.
+    """
     with search_current_folder():
         return _compute_module_digest(module, tuple(sys.path))
 
@@ -268,14 +273,14 @@ def required_modules(kind: Kind, name: str, builtin_names: Collection[str] = ())
 
 
 def allowlist_entries(kind: Kind, name: str, builtin_names: Collection[str] = ()) -> list[str]:
-    """Return what a device must list as `plugins` in agent.toml to use a name: its package, or `module:name`."""
+    """Return the entries of `plugins` in agent.toml that allow a name: its package, or `module:name`."""
     plugin = find_plugin(kind, name, builtin_names)
     return [] if plugin is None else [plugin.name if ":" in plugin.name else plugin.package]
 
 
 @lru_cache(maxsize=64)
 def _compute_module_digest(module: str, path: tuple[str, ...]) -> str:
-    """Return the sha256 of a module's files, or "unknown" without files. `path` only keys the cache."""
+    """Return the sha256 of a module's files, or "unknown" without files. `path` is only a cache key."""
     try:
         spec = util.find_spec(module)
     except (ImportError, ValueError):
@@ -314,7 +319,6 @@ def _list_allowed_plugins(kind: Kind) -> list[Plugin]:
 
 @lru_cache(maxsize=16)  # per kind and search path: reading them takes longer than a small task
 def _list_installed_plugins(kind: Kind, path: tuple[str, ...]) -> tuple[Plugin, ...]:
-    """Return the installed plug-ins of a kind by name, without packages with damaged metadata."""
     if not any(_has_plugins(Path(folder)) for folder in path):
         return ()
     from importlib import metadata  # only here, because most devices have no plug-ins and save 1 MB
@@ -344,7 +348,6 @@ def _has_plugins(folder: Path) -> bool:
 
 
 def _plugin_from_target(kind: Kind, name: str) -> Plugin:
-    """Return the plug-in `module:name`, or raise JobError if malformed or not allowed on this device."""
     if not TARGET.fullmatch(name):
         raise JobError(f"{KIND_TITLES[kind]} {name!r} is invalid: write module:name, as in mine.networks:small")
     if kind not in LOCAL_KINDS and not _allows_targets and name not in (_allowed or ()):

@@ -14,7 +14,7 @@ WATCHDOG_INTERVAL_S: Final = 1.0  # shortest interval between messages to the wa
 
 
 def send_notification(message: str, socket_path: str | None = None) -> None:
-    """Send a message to systemd's socket, ignoring socket errors, or do nothing without a socket."""
+    """Send a message to systemd's socket, or do nothing without a socket. Socket errors are ignored."""
     address = socket_path or os.environ.get("NOTIFY_SOCKET")
     if address:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line, contextlib.suppress(OSError):
@@ -23,16 +23,15 @@ def send_notification(message: str, socket_path: str | None = None) -> None:
 
 
 def is_journal_stream(environ: Mapping[str, str] = os.environ, file: int = 1) -> bool:
-    """Return whether a file descriptor, by default standard output, is connected to the journal."""
     info = os.fstat(file)
     return environ.get("JOURNAL_STREAM") == f"{info.st_dev}:{info.st_ino}"
 
 
 class WatchdogEndpoint:
-    """Endpoint wrapper that reports readiness, liveness and `status` (for `systemctl status`) to systemd.
+    """Wrapper of an endpoint that reports readiness, liveness and `status` to systemd.
 
     Readiness is reported after the first step, without waiting for a broker, because a device may start without a
-    network.
+    network. `systemctl status` shows `status`.
     """
 
     def __init__(

@@ -55,8 +55,8 @@ Seconds1970 = Annotated[float, Meta(ge=-1e12, le=1e12)]
 class CoordState(WireMessage, frozen=True):
     """State of the coordinator on coord/state, retained and used as last will.
 
-    On dn/presence, this message requests the presence of a device. On coord/state with a home and epoch 0, a
-    coordinator that starts asks for the state of another one.
+    On dn/presence, the message requests the presence of a device. With a home and epoch 0 on coord/state, a starting
+    coordinator requests the state of a running one.
     """
 
     online: bool
@@ -226,7 +226,7 @@ class MissingBlob(WireMessage, frozen=True):
 
 
 class Hello(DeviceReport, frozen=True):
-    """Flight of a TLS handshake on <up|dn>/hello. An empty `attempt` requests a handshake."""
+    """Message of a TLS handshake on <up|dn>/hello. An empty `attempt` requests a handshake."""
 
     attempt: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
     flight: Annotated[int, Meta(ge=0, le=3)] = 0
@@ -355,7 +355,7 @@ class Topics:
         return f"{self.root}/job/{job}/round"
 
     def device_topic(self, device: str, direction: Direction, subtopic: str) -> str:
-        """Return the topic of a device for one subtopic, such as "up" and "presence"."""
+        """Return the topic of a device for a direction and a subtopic, such as "up" and "presence"."""
         return f"{self.root}/dev/{device}/{direction}/{subtopic}"
 
     def chunk_topic(self, device: str, direction: Direction, sha256: str, index: int) -> str:
@@ -363,7 +363,7 @@ class Topics:
         return f"{self.root}/dev/{device}/{direction}/blob/{sha256}/{index}"
 
     def blob_topic(self, device: str, direction: Direction, sha256: str, subtopic: str) -> str:
-        """Return the topic of a blob for one subtopic, such as "manifest" or "missing"."""
+        """Return the topic of a blob for a subtopic, such as "manifest" or "missing"."""
         return f"{self.root}/dev/{device}/{direction}/blob/{sha256}/{subtopic}"
 
     def coordinator_filters(self) -> tuple[str, ...]:

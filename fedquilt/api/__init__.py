@@ -1,1 +1,1 @@
-"""Modules of the public names, which `fedquilt` loads on first use."""
+"""Public Python interface. `fedquilt` imports these modules on the first use of a public name."""

@@ -1,4 +1,4 @@
-"""Comparison of several jobs with the same seeds (`fedquilt.compare`)."""
+"""Runs of several jobs with the same seeds, and their comparison (`fedquilt.compare`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Comparison:
         jobs: The compared jobs.
         runs: Completed runs of each job, in the order of seeds.
         failed: A sentence for each failed run.
-        note: A sentence on the compared scores and the reason, or "" if all are scores on the test set.
+        note: A sentence on which scores are compared, and why, or "" if all are on the test set.
     """
 
     jobs: tuple[Job, ...]
@@ -43,7 +43,7 @@ class Comparison:
 
     @property
     def labels(self) -> list[str]:
-        """Label of each job: the method, and if a method is repeated, also the settings that differ between jobs."""
+        """Labels of the jobs: the method, and for a repeated method also the settings that differ."""
         flat_tables = [_flatten_table(job.to_table()) for job in self.jobs]
         methods = [job.method for job in self.jobs]
         if len(set(methods)) == len(methods):
@@ -63,7 +63,7 @@ class Comparison:
     def table(self, target: float | None = None) -> Table:
         """Return a table with one row per job, with means over the seeds.
 
-        Columns: job, seeds, accuracy (0..1 after the last round), sd, best, held_accuracy, worst_decile, difference
+        Columns: job, seeds, accuracy (0..1, last round) with sd, best, held_accuracy, worst_decile, difference
         (in accuracy, to the first job at the same seeds) with low and high (95 % interval by Student's t), rounds,
         bytes, joules, seconds and real_seconds. With a target, these last five are totals up to the first evaluation
         that reached the target, and reached is the number of such seeds. Accuracy is on held-out shares if there is no
@@ -125,7 +125,9 @@ class Comparison:
 
     @extras.report_missing_extras()
     def plot(self, x: str = "rounds", axes: Any = None) -> Axes:
-        """Draw the mean accuracy of each job against a cost, with a band of one standard deviation over the seeds.
+        """Draw the mean accuracy of each job against a cost, with a band of one standard deviation.
+
+        The mean and the deviation are over the seeds.
 
         Args:
             x: "rounds", "seconds", "real_seconds", "bytes" or "joules".
@@ -159,7 +161,6 @@ class Comparison:
         return self.table()._repr_html_()
 
     def _difference_to_first(self, runs: Sequence[SeedRun]) -> dict[str, float | None]:
-        """Return the mean difference to the first job at equal seeds, with an interval for several seeds."""
         baselines = {run.seed: _final_value(run) for run in self.runs[0]}
         pairs = [(_final_value(run), baselines.get(run.seed)) for run in runs]
         values = [value - baseline for value, baseline in pairs if value is not None and baseline is not None]
@@ -183,7 +184,7 @@ def compare(
     """Run each job with each seed on its simulated fleet.
 
     Completed runs are stored in `out` and not repeated. A seed determines the partition, the cohorts and the order of
-    examples, in the same way for every job. Devices of a small network are trained in one graph, so states equal those
+    examples, in the same way for every job. Small networks of many devices are trained together, so states equal those
     of `simulate` to float tolerance, not bit for bit.
 
     Args:

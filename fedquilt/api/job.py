@@ -1,4 +1,4 @@
-"""Jobs as Python values with the keys and checks of a job file, and methods derived from other methods."""
+"""Public classes for jobs, with the keys and checks of a job file, and for derived methods."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ else:
         table, table_name = DataSpec, "[data]"
 
     class Cohort(metaclass=ValidatedMeta):
-        """Selection of devices for a round, and closing of the round: the [cohort] table.
+        """Rules for selecting the devices of a round and for closing it: the [cohort] table.
 
         Raises:
             JobError: If a key is unknown or a value does not fit.
@@ -181,7 +181,7 @@ class Job:
 
     @extras.report_missing_extras()
     def plot_fleet(self) -> Axes:
-        """Draw the number of examples of each simulated device and class, as the size of a dot.
+        """Draw a dot for each simulated device and class, whose size is the number of examples.
 
         Returns:
             The axes of a new figure of matplotlib.
@@ -238,7 +238,7 @@ if not TYPE_CHECKING:
 
 
 def _to_plain(value: Any) -> Any:
-    """Return a value as TOML tables, lists and scalars, without fields at their defaults and None."""
+    """Return a value as TOML tables, lists and scalars, without None and fields at their defaults."""
     if isinstance(value, msgspec.Struct):
         fields = {item.name: (item, getattr(value, item.name)) for item in msgspec.structs.fields(value)}
         return {

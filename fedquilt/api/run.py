@@ -1,4 +1,4 @@
-"""Runs as Python values that read their content from the event log, and tables of results."""
+"""Public class of runs, whose results come from the event log, and tables of results."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Run:
             return Table(columns.make_round_columns(summary, row.job, scores.read_scores(self.home, row)))
 
     def follow(self) -> Iterator[dict[str, Any]]:
-        """Yield each finished round once, as a row of `rounds`, until the run has ended. Blocks between rounds.
+        """Yield a row of `rounds` for every finished round until the run ends. Blocks between rounds.
 
         A round that is evaluated during the next round is finished with that evaluation.
 
@@ -214,7 +214,7 @@ class Run:
         """Return the tensors of the last committed state, by name.
 
         Args:
-            best: Whether to return the state with the best evaluation by devices instead.
+            best: Whether to return the state with the best evaluation on devices, not the last one.
 
         Returns:
             The tensors.
@@ -235,7 +235,7 @@ class Run:
 
         Args:
             path: Path of the file.
-            best: Whether to write the state with the best evaluation by devices, not the last one.
+            best: Whether to write the state with the best evaluation on devices, not the last one.
             candidate: Number of a row of `candidates` to write instead of the result, from 1, or None.
 
         Returns:
@@ -343,7 +343,7 @@ class RoundReader:
     def read_new_rows(self, *, has_ended: bool) -> list[dict[str, Any]]:
         """Return the rows completed since the last call.
 
-        Unless `has_ended`, the last row is left out if its evaluation may follow.
+        While the run has not ended, the last row is left out if its evaluation may still follow.
         """
         with open_store(self._home, durable=False) as store:
             row = store.find_job(self._id)

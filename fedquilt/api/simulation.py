@@ -114,8 +114,6 @@ def bundle_folder_name(job: settings.JobSettings) -> str:
 
 
 class _RunReporter:
-    """Display of a run's progress, which also passes finished rounds to `on_round`."""
-
     def __init__(
         self,
         job: settings.JobSettings,
@@ -159,7 +157,7 @@ class Display:
 
 
 class TerminalDisplay(Display):
-    """Display on standard error: rewritten on a terminal, printed at intervals elsewhere."""
+    """Display on standard error. A terminal shows one changing line, any other output a line at intervals."""
 
     def __init__(self) -> None:
         self._last_line = ""
@@ -192,7 +190,7 @@ class NotebookDisplay(Display):
 
 
 def make_display(progress: bool | None) -> Display:
-    """Return a display for notebooks, terminals or none (`Display`), as described for `simulate`."""
+    """Return the display that `progress` selects, as described for `simulate`."""
     if progress is False:
         return Display()
     if _is_notebook():

@@ -1,4 +1,4 @@
-"""Classes of commands: a root command that imports verbs on use, options and arguments, help and errors.
+"""Classes of commands: a root command that imports verbs on use, options, arguments, help, errors.
 
 `SECTIONS` gives each verb of `fedquilt --help` the file of this folder with the command of the same name.
 """
@@ -81,7 +81,7 @@ class Argument(click.Argument):
 
 
 class _BaseCommand(click.Command):
-    """Command with grouped help, `-h`, variadic options, and -v before or after the verb."""
+    """Command with headings in --help, `-h`, variadic options, and -v before or after the verb."""
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
         attributes["context_settings"] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -111,7 +111,7 @@ class _BaseCommand(click.Command):
         ...
 
     def _repeat_option_names(self, args: Sequence[str]) -> list[str]:
-        """Return the words with a variadic option's name before each of its values, as click expects."""
+        """Return the words with the option's name before each value of a variadic option, as click expects."""
         parameters = [parameter for parameter in self.params if isinstance(parameter, Option) and parameter.variadic]
         variadic_options = {name: parameter for parameter in parameters for name in parameter.opts}
         remaining = list(args)
@@ -145,8 +145,6 @@ class Command(_BaseCommand):
 
 
 class CommandGroup(_BaseCommand, click.Group):
-    """Group of verbs. An unknown verb raises an error with the nearest name."""
-
     command_class = Command
     is_partial = False
 
@@ -154,7 +152,7 @@ class CommandGroup(_BaseCommand, click.Group):
         super().__init__(*args, subcommand_metavar="VERB ...", **attributes)
 
     def add_operator_verbs(self, file: str) -> None:
-        """Add the verbs of a file of `fedquilt.cli`, unless this is the wheel for boards, which lacks the file."""
+        """Add the verbs of a file of `fedquilt.cli`. The wheel for boards lacks the file, and adds none."""
         if f"{file}.py" not in os.listdir(os.path.dirname(__file__)):
             self.is_partial = True
             return
@@ -255,12 +253,11 @@ def argument(name: str, text: str = "", **attributes: Any) -> Callable[[F], F]:
 
 
 def verbosity() -> int:
-    """Return how many times -v was given to the current command."""
     return click.get_current_context().find_root().obj or 0
 
 
 def explain_usage_error(error: click.UsageError) -> str:
-    """Return click's message with the command that prints help, and with the nearest name for an unknown option."""
+    """Return click's message with the command that prints help, and the nearest name of an unknown option."""
     message, context = error.format_message(), error.ctx
     if isinstance(error, click.NoSuchOption) and context is not None:
         from fedquilt.formats import toml

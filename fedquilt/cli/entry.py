@@ -24,7 +24,7 @@ DEFERRED_IMPORTS: Final = ("json", "shutil", "subprocess", "tempfile", "tracebac
 
 
 class TerminatedError(KeyboardInterrupt):
-    """Exception raised by a signal that ends the process. `number` is the signal's."""
+    """Exception raised when a signal ends the process. `number` is the number of the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_agent(settings: Path, *, verbose: bool = False, json_logs: bool = False) -> None:
-    """Run the agent of a device until SIGTERM or SIGINT, without click and other modules that an idle agent skips."""
+    """Run a device's agent until SIGTERM or SIGINT, without importing click and rarely used modules."""
     import logging
 
     from fedquilt.host import logs, process_resources
@@ -140,7 +140,7 @@ def _run_command(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _raise_on_signals() -> Iterator[None]:
-    """Raise TerminatedError in the body at SIGTERM and SIGHUP, unless another handler is set."""
+    """Raise TerminatedError in a `with` block at SIGTERM and SIGHUP, unless they have other handlers."""
 
     def raise_terminated(number: int, frame: object) -> None:
         raise TerminatedError(number)

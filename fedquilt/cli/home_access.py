@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def open_existing_home(home: Path) -> Store:
-    """Open the store of a coordinator's home, or raise StoreError if the home has no runs."""
     from fedquilt.coordinator.storage.store import open_store
 
     require_home(home)
@@ -35,7 +34,6 @@ def no_runs_message(home: Path) -> str:
 
 
 def load_job(path: Path) -> JobSettings:
-    """Return the job of a file with checked [data] and [test] tables, or raise JobError."""
     from fedquilt.coordinator import settings
     from fedquilt.data.spec import DataSpec
     from fedquilt.formats import toml
@@ -56,7 +54,6 @@ def bundle_folder(job: Path) -> Path:
 
 
 def print_rows(format: str, rows: Any, lines: Sequence[str]) -> None:
-    """Print `rows` as a line of JSON if the format is "json", or otherwise the lines, wrapped on a terminal."""
     if format == "json":
         import msgspec
 

@@ -134,7 +134,6 @@ def simulate(
 def _run_job(
     job: Path, devices: int | None, link: str, home: Path, workers: options.WorkerOptions, broker: options.BrokerOptions
 ) -> tuple[str, str]:
-    """Run a job on simulated devices, and return the run's id, or "" if interrupted, and its status."""
     from fedquilt.formats import toml
     from fedquilt.tools.simulation import agents as tool
 
@@ -387,7 +386,6 @@ def prepare_if_changed(path: Path, job: JobSettings) -> Path:
 
 
 def prepare_bundle(path: Path, job: JobSettings) -> Path:
-    """Prepare the bundle of the job file at `path`, print its size, and return its folder."""
     import msgspec
 
     from fedquilt.formats import job_bundle, toml
@@ -409,9 +407,9 @@ EXIT_CODES: Final = {"done": 0, "failed": 8, "stopped": 9}
 def create_coordinator_link(
     home: Path, broker: options.BrokerOptions, report: Callable[[str], None]
 ) -> tuple[MqttLink, LinkIdentity | None]:
-    """Return the unconnected MQTT link of the coordinator, and the identity for signing or None.
+    """Return the unconnected MQTT link of the coordinator, and its identity, or None if unsigned.
 
-    Unsigned messages are reported through `report`.
+    `report` receives a warning if messages are unsigned.
     """
     from fedquilt import wire
     from fedquilt.coordinator.delivery.sole_coordinator import make_client_id
@@ -433,7 +431,7 @@ def run_to_end(
     """Submit a job, run it to its end, print the next step and return the exit code.
 
     The job runs in the coordinator that serves the home, or in this process if there is none. This is decided before
-    `submit`, so that the process does not replace a coordinator that fails because of the job.
+    `submit`: if the job stops that coordinator, this process must not take its place.
     """
     from fedquilt.coordinator import settings
     from fedquilt.coordinator.views import terminal
@@ -458,7 +456,6 @@ def run_to_end(
 
 
 def report_end(home: Path, id: str, status: str, resume_command: str) -> int:
-    """Print the next step after a run, and return the exit code. `resume_command` continues an interrupted run."""
     next_step = (
         f"interrupted; `{resume_command} --home {shlex.quote(str(home))}` continues it" if status == "running" else ""
     )

@@ -28,7 +28,7 @@ BROKER: Final = "mqtt://127.0.0.1:1883"
 
 
 class ParsedType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """Value type parsed by a function, which raises ValueError with a sentence. `name` is the placeholder in --help."""
+    """Value type of a parser function that raises ValueError with a sentence. --help shows `name`."""
 
     def __init__(self, name: str, read: Callable[[str], Any]) -> None:
         self.name, self.read = name, read
@@ -48,7 +48,7 @@ class FilePath(click.Path):
 
 
 class WordChoice(click.Choice):  # type: ignore[type-arg, unused-ignore]
-    """Choice of words. The error for an unknown word names the nearest choice."""
+    """Choice of words. The error for another word names the most similar choice."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         choices = [str(choice) for choice in self.choices]
@@ -174,10 +174,10 @@ def label_option(name: str) -> Callable[[F], F]:
 
 
 def group_options(name: str, kind: type, *added: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that adds options to a command, which gets their values as one argument.
+    """Return a decorator that adds options to a command and passes their values as one dataclass.
 
     Args:
-        name: Name of the argument.
+        name: Name of the command's parameter for the dataclass.
         kind: Dataclass with a field for each option.
         added: Decorators of the options.
     """
@@ -211,14 +211,12 @@ class BrokerOptions:
 
     @property
     def arguments(self) -> list[str]:
-        """Command-line arguments that set the options to non-default values."""
         arguments = [] if self.url in (None, BROKER) else ["--broker", str(self.url)]
         for name, path in self.files.items():
             arguments += [f"--{name.replace('_', '-')}", str(path)]
         return arguments + ([] if self.fleet == FLEET else ["--fleet", self.fleet])
 
     def to_table(self) -> dict[str, Any]:
-        """Return the options as a [broker] table with absolute paths."""
         return {"url": self.url, **{name: str(path.resolve()) for name, path in self.files.items()}}
 
 
@@ -299,7 +297,7 @@ class BlobOptions:
         return [f"--{name.replace('_', '-')}" for name in names]
 
     def to_locations(self, ca: Path | None) -> BlobLocationSettings:
-        """Return the blob locations for a coordinator. `ca` is the certificate authority of the backend.
+        """Return the blob locations for a coordinator. `ca` is the CA certificate of the backend's server.
 
         Raises:
             JobError: If an address is malformed or unreachable for devices, or the backend is unknown or unusable.
@@ -333,7 +331,6 @@ blob_options: Final = group_options(
 
 
 def require_exclusive(**options_: Any) -> None:
-    """Raise UsageError if more than one of these options, given by parameter name, has a value."""
     names = [f"--{name.replace('_', '-')}" for name, value in options_.items() if value]
     if len(names) > 1:
         raise click.UsageError(f"{names[0]} is not possible with {names[1]}", click.get_current_context())

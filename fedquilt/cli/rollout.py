@@ -26,7 +26,6 @@ NUMERIC_SETTINGS: Final = ("max_w", "telemetry_s")
 
 
 def parse_settings(assignments: tuple[str, ...]) -> dict[str, Any]:
-    """Return remote settings from KEY=VALUE words, or raise JobError. Values are not checked further."""
     settings_: dict[str, Any] = {}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
@@ -47,7 +46,7 @@ def parse_settings(assignments: tuple[str, ...]) -> dict[str, Any]:
 
 
 def parse_share(text: str) -> float:
-    """Return a share from 0 to 1 of a text such as "5%" or "5", or raise ValueError."""
+    """Return the share from 0 to 1 in a text such as "5%" or "5", or raise ValueError."""
     value = units.parse_amount(text if text.endswith("%") else f"{text}%", {"%": 0.01}, "share")
     if not 0 <= value <= 1:
         raise ValueError(f"{text} is not between 0 % and 100 %")
@@ -55,7 +54,7 @@ def parse_share(text: str) -> float:
 
 
 def parse_points(text: str) -> float:
-    """Return a difference of shares from -1 to 1 of a text such as "-0.5pt", or raise ValueError."""
+    """Return the difference, -1 to 1, in a text of points such as "-0.5pt", or raise ValueError."""
     value = units.parse_amount(text, {"pt": 0.01, "%": 0.01}, "number of points")
     if not -1 <= value <= 1:
         raise ValueError(f"{text} is not between -100pt and 100pt")
@@ -143,9 +142,9 @@ class RolloutOptions:
 
 
 def rollout_options(*extra_options: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that adds the options of a rollout. The command gets their values as one argument, `phased`.
+    """Return a decorator that adds a rollout's options and passes them as `phased`, a `RolloutOptions`.
 
-    Options in `extra_options` are listed between phases and times, and the command gets them by name.
+    `extra_options` appear in --help between the options for phases and for times, and are passed by name.
     """
     return options.group_options("phased", RolloutOptions, *PHASES, *extra_options, *TIMES)
 
@@ -327,7 +326,6 @@ def back(rollout_id: str, home: Path) -> None:
 
 
 def submit_rollout(store: Store, plan: RolloutPlan, payload: bytes | None, description: str, home: Path) -> None:
-    """Queue a rollout, and print its id, why it waits, and the next command."""
     from fedquilt.coordinator import run_control
     from fedquilt.coordinator.views import rollouts as view
 

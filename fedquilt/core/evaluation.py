@@ -1,7 +1,7 @@
 """Sums of evaluations, which devices send, and the metrics computed from their total.
 
 Counts are integers and sums of floats are exact, so the total does not depend on the grouping of examples into devices
-and sites. This module needs no numpy, because views of the event log compute metrics.
+and sites. This module needs no numpy, because views of the event log compute metrics without numpy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MetricOverDevices(NamedTuple):
 
 
 def exact_summands(numbers: Iterable[float]) -> tuple[float, ...]:
-    """Return the fewest floats whose exact sum is that of the numbers, the same for any order of the numbers."""
+    """Return the shortest list of floats with the same exact sum as `numbers`, whatever their order."""
     remaining, summands = [float(number) for number in numbers], list[float]()
     while rounded := math.fsum(remaining):
         summands.append(rounded)
@@ -48,7 +48,7 @@ def exact_summands(numbers: Iterable[float]) -> tuple[float, ...]:
 
 
 def pack_counts(counts: Iterable[int]) -> bytes:
-    """Return counts as variable-length integers, runs of zeros as 0 and their length. Zeros at the end are omitted."""
+    """Return counts as variable-length integers, a run of zeros as 0 and its length, without final zeros."""
     packed, zeros = bytearray(), 0
     for count in counts:
         if not count:
@@ -86,7 +86,7 @@ def _append_varint(packed: bytearray, number: int) -> None:
 
 
 def _unpack_nonzero(packed: bytes, size: int) -> Iterator[tuple[int, int]]:
-    """Yield index and value of each count above 0, or raise UpdateError for an invalid packing."""
+    """Yield index and value of each packed count above 0, or raise UpdateError for an invalid packing."""
     index = number = shift = 0
     after_zero = False
     for byte in packed:
@@ -120,7 +120,7 @@ def histogram_bins(outputs: int) -> int:
 
 
 def counts_length(task: TaskKind, outputs: int) -> int:
-    """Return the number of counts that `EvaluationSums.counts` packs."""
+    """Return the number of counts in `EvaluationSums.counts` when unpacked."""
     if task == "regression":
         return 0
     return outputs**2 if task == "classes" and outputs <= MAX_DETAILED_OUTPUTS else 3 * outputs
@@ -171,7 +171,10 @@ def add_evaluations(evaluations: Iterable[EvaluationSums]) -> EvaluationSums | N
 
 
 def _add_correct_with_priors(parts: Sequence[EvaluationSums]) -> int | None:
-    """Return the sum of correct predictions with priors, or without them where an engine does not support priors."""
+    """Return the total of correct predictions with priors, or None if no part has them.
+
+    Other parts, whose engines do not support priors, count without priors.
+    """
     if all(part.correct_with_priors is None for part in parts):
         return None
     return sum(
@@ -206,7 +209,7 @@ def confusion_matrix(sums: EvaluationSums) -> list[list[int]] | None:
 
 
 def find_inconsistency(sums: EvaluationSums) -> str:
-    """Return a contradiction between the sums, as the object of "the evaluation has", or "" if there is none."""
+    """Return a contradiction between the sums, or "". The text completes "the evaluation has ..."."""
     if not sums.examples:
         return "" if sums == EvaluationSums(examples=0, task=sums.task, outputs=sums.outputs) else "sums but no example"
     all_sums = [sums.loss, sums.absolute_errors, *sums.squared_errors, *sums.targets, *sums.target_squares]
@@ -263,7 +266,7 @@ def _find_error_inconsistency(sums: EvaluationSums) -> str:
 
 
 def find_device_inconsistency(sums: EvaluationSums, max_devices: int, max_metric: float) -> str:
-    """Return a contradiction in the device values, as the object of "the evaluation has", or "" if there is none.
+    """Return a contradiction in the device values, or "". The text completes "the evaluation has ...".
 
     Args:
         sums: Evaluation of a device or a site, checked by `find_inconsistency`.
@@ -323,7 +326,7 @@ def compute_metrics(sums: EvaluationSums) -> dict[str, float]:
 
 
 def summarise_over_devices(sums: EvaluationSums, *, higher: bool) -> MetricOverDevices | None:
-    """Return statistics of the main metric over the devices of a total, or None for a single device.
+    """Return statistics of the main metric over the devices in a total, or None for a single device.
 
     Args:
         sums: Total of the devices.
@@ -343,7 +346,7 @@ def summarise_over_devices(sums: EvaluationSums, *, higher: bool) -> MetricOverD
 
 
 def _mean_of_first_tenth(values: Sequence[tuple[float, int]], count: int) -> float:
-    """Return the mean of the first tenth of `count` devices. Pairs are a value and its number of devices."""
+    """Return the mean over the first tenth of `count` devices. Pairs are a value and a number of devices."""
     remaining = tenth = math.ceil(count / 10)
     values_of_tenth = list[float]()
     for value, number in values:
@@ -353,7 +356,7 @@ def _mean_of_first_tenth(values: Sequence[tuple[float, int]], count: int) -> flo
 
 
 def count_outcomes(sums: EvaluationSums) -> list[tuple[int, int, int]]:
-    """Return the numbers of true positives, false positives and false negatives per output."""
+    """Return true positives, false positives and false negatives of each class or label."""
     rows = confusion_matrix(sums)
     if rows is None:
         counts = unpack_counts(sums.counts, 3 * sums.outputs)

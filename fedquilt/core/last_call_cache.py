@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def cache_last_call(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that calls a pure function only if the arguments differ from those of the last call.
+    """Return a function that repeats its last result if the arguments equal those of the last call.
 
     In contrast to `functools.lru_cache`, arguments need not be hashable, but must support `==` (arrays do not). Callers
     must not change arguments or results.

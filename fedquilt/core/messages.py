@@ -273,7 +273,7 @@ class Update(DeviceReport, frozen=True, omit_defaults=True):
 
 
 class Rates(DeviceReport, frozen=True, array_like=True, omit_defaults=True):
-    """Speed of one workload at an operating point. `fedquilt.costs.cost_model` adds up the four times.
+    """Speed of one workload at an operating point, as four times that `costs.cost_model` adds up.
 
     Rates are encoded as a list in this order: 200 points of a few workloads have to fit into a message of 128 KiB.
     """
@@ -303,7 +303,7 @@ UPGRADES: Final = "upgrades"  # key in `Profile.versions` of the reason why the 
 
 
 class Profile(DeviceReport, frozen=True):
-    """Self-description of a device. Numbers are measured on the device itself unless `provenance` differs."""
+    """Self-description of a device, with numbers measured on the device unless `provenance` differs."""
 
     device: Name
     board: ShortText
@@ -384,7 +384,7 @@ class SiteRight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [name for name in names if name not in patterns and not name.startswith(prefixes)]
 
     def overlaps(self, other: SiteRight) -> bool:
-        """Return whether any device name is authorized by both rights."""
+        """Return whether both rights authorize some device name."""
         return any(
             _matches_pattern(pattern.removesuffix("*"), other_pattern)
             or _matches_pattern(other_pattern.removesuffix("*"), pattern)
@@ -394,7 +394,7 @@ class SiteRight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def has_site_bundles(names: Collection[str]) -> bool:
-    """Return whether any bundle name has the prefix of bundles in a site's update."""
+    """Return whether any bundle comes from a site: its name has the prefix of bundles in a site's update."""
     return any(name.startswith(SITE_BUNDLES) for name in names)
 
 

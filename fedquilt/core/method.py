@@ -1,4 +1,4 @@
-"""Interface of a federated method: both halves, the values they take and return, and the engines they use."""
+"""Interface of a federated method: its server and client halves, their values, and engines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DeviceView:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """Task for one device in one round. Each bundle is a mapping of tensors or a reference to a stored blob."""
+    """Task for a device in a round. Each bundle is a mapping of tensors or a reference to a stored blob."""
 
     params: Mapping[str, Any]
     bundles: Mapping[str, Tensors | BlobRef]
@@ -41,7 +41,7 @@ class TaskSpec:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Output of `fedquilt prepare` for a job: metadata and files by name."""
+    """Output of `fedquilt prepare` for a job: metadata, and files by name."""
 
     meta: Mapping[str, Any]
     files: Mapping[str, BlobRef]
@@ -129,7 +129,7 @@ class DeviceUpdate:
 
 
 def tensor_shapes(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return tensors by name for reading shapes and dtypes only, without loading files."""
+    """Return a mapping of tensors in which shapes and dtypes can be read without loading files."""
     shapes: Mapping[str, Any] = getattr(tensors, "shapes", tensors)
     return shapes
 
@@ -270,7 +270,7 @@ class Method:
 
 
 class Engine(Protocol):
-    """Base interface of all engines."""
+    """Base interface of the engines that train networks or run graphs."""
 
     name: str
 
@@ -428,7 +428,10 @@ class Runner(Engine, Protocol):
     def evaluate_scores(
         self, batches: Iterable[tuple[np.ndarray, np.ndarray]], prior: ClassPrior | None = None
     ) -> EvaluationSums:
-        """Evaluate scores that the caller has computed: batches of scores (n, classes) and labels (n,)."""
+        """Evaluate scores that the caller has computed: batches of scores (n, classes) and labels (n,).
+
+        With `prior`, predictions corrected by class priors are counted too.
+        """
         ...
 
 

@@ -1,4 +1,4 @@
-"""Delays between attempts, without clock and random numbers: the caller adds them."""
+"""Delays between attempts. The caller supplies the clock and the random numbers."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ CHOICE_HINT = "choose other data, or another network and prepare again"
 
 
 def open_compatible_data(meta: Mapping[str, Any], spec: DataSpec) -> ExampleReader:
-    """Return a reader of a [data] table's examples, if they fit a bundle's network.
+    """Return a reader of a [data] table's examples if they fit the network of a bundle.
 
     Only headers and labels are read. The input shape of an imported network is not checked. Raise DataError if labels
     or shapes do not fit, and JobError if a module of the network has changed since `fedquilt prepare`.
@@ -51,7 +51,7 @@ def open_compatible_data(meta: Mapping[str, Any], spec: DataSpec) -> ExampleRead
 
 
 def data_warnings(meta: Mapping[str, Any], reader: ExampleReader, spec: DataSpec) -> list[str]:
-    """Return warnings, each with its fix, on data that would probably train badly."""
+    """Return warnings on data that would probably train badly, each with a fix."""
     warnings = []
     if spec.task == "classes" and not spec.sources and len(reader.y) and reader.y.min() == 1:
         problem = describe_class_problem(reader.y, int(reader.y.max()), is_table=bool(reader.features))
@@ -78,7 +78,6 @@ def _require_label_variety(reader: ExampleReader, spec: DataSpec) -> None:
 def _describe_shape_problem(
     meta: Mapping[str, Any], network: Mapping[str, Any], name: str, reader: ExampleReader
 ) -> str:
-    """Return why the shape of an example does not fit the network's input, or "" if it does."""
     shape, kind, input_table = reader.shape, network.get("name"), network.get("input") or meta.get("input") or {}
     actual = f"examples have shape {shape}{_format_features(reader)}"
     if "channels" in input_table:

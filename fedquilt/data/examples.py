@@ -38,7 +38,7 @@ def _load_shares(spec: DataSpec, shares: Sequence[int]) -> list[tuple[Examples, 
 
 
 class SharedLoader:
-    """Loader for the devices of one process, which reads the shares of all devices in one pass.
+    """Loader of all devices in a process, which reads their shares in one pass.
 
     An empty share is an error only for its device. If the data cannot be read in one pass, each share is read alone.
     """
@@ -67,15 +67,14 @@ class SharedLoader:
 
 
 def load_split(spec: DataSpec) -> Examples:
-    """Load the examples of all shares together, or raise DataError."""
     reader = open_split(spec)
     return _read_examples(reader, _select_rows(reader, spec), spec)
 
 
 def count_labels(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of training and of held-out examples, each (shares, classes). No inputs are read.
+    """Return the numbers of training and of held-out examples by share and class, (shares, classes).
 
-    A task without classes counts as one class. Raise DataError if a share is empty.
+    No inputs are read. A task without classes counts as one class. Raise DataError if a share is empty.
     """
     import numpy as np
 
@@ -115,7 +114,7 @@ def open_split(spec: DataSpec) -> ExampleReader:
 def _split_share_rows(
     reader: ExampleReader, rows: np.ndarray, spec: DataSpec, share_numbers: Sequence[int]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return training and held-out examples of each share, as ascending indices into `rows`. A share may be empty."""
+    """Return the training and held-out examples of each share as ascending indices into `rows`."""
     from fedquilt.data import partition
 
     y = _class_labels(reader, rows, spec)
@@ -163,7 +162,6 @@ def _read_parts(
     spec: DataSpec,
     shares: Sequence[int],
 ) -> list[tuple[Examples, Examples]]:
-    """Read the training and held-out examples of each share in one pass. Without domains, results are views."""
     import numpy as np
 
     flat = [part for pair in parts for part in pair]

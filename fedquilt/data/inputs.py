@@ -1,7 +1,7 @@
-"""Network inputs from stored examples, in numpy: resizing, standardisation, and changes of images by device.
+"""Network inputs from stored examples, in numpy: resizing, standardisation, simulated domain shift.
 
 Resizing is separable and linear: along one axis it is a matrix whose rows sum to one. So the same two matrix products
-resize here, in an exported ONNX graph and in a fit, with equal results.
+resize here, in an exported ONNX graph and in training, with equal results.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ def resize_matrix(size: int, new_size: int) -> np.ndarray:
 
 
 def resize_maps(maps: np.ndarray, *sizes: int) -> np.ndarray:
-    """Return feature maps (n, c, h, w) resized to (height, width), or (n, c, l) to (length,), float32."""
+    """Return float32 feature maps resized to `sizes`.
+
+    Maps (n, c, h, w) get the sizes (height, width), and maps (n, c, l) the size (length,).
+    """
     if maps.shape[2:] == sizes:
         return maps
     if len(sizes) == 2:
@@ -82,9 +85,10 @@ def resize_images(x: np.ndarray, size: int) -> np.ndarray:
 
 
 def prepare_images(x: np.ndarray, image_input: ImageInput | Mapping[str, Any]) -> np.ndarray:
-    """Return standardised network inputs of stored images, (n, channels, size, size) float32, or raise DataError.
+    """Return standardised network inputs, (n, channels, size, size) float32, of stored images.
 
-    Grey becomes colour by repetition, and colour becomes grey by the BT.601 luma weights.
+    Grey becomes colour by repetition, and colour becomes grey by the BT.601 luma weights. Raise DataError for arrays
+    that are no images.
     """
     spec = image_input if isinstance(image_input, ImageInput) else msgspec.convert(image_input, ImageInput)
     if x.ndim == 3:
@@ -130,7 +134,7 @@ def change_images(
 
 
 def rotate_images(x: np.ndarray, degrees: float) -> np.ndarray:
-    """Return float images (n, h, w[, c]) rotated counter-clockwise about their centre, bilinearly, with 0 outside."""
+    """Return float images (n, h, w[, c]) rotated counter-clockwise, bilinearly, with 0 outside the image."""
     if not degrees:
         return x
     height, width = x.shape[1:3]
@@ -195,7 +199,7 @@ def measure_scales(x: np.ndarray) -> ValueInput:
 
 
 def describe_unequal_scales(x: np.ndarray, names: Sequence[str] = ()) -> str:
-    """Return a sentence on two features of very different scales, or "" if there are none."""
+    """Return a sentence on the features with the largest and the smallest scale, or "" if all are similar."""
     if x.dtype.kind not in "fiu" or x.ndim != 2 or not x.size:
         return ""
     std = x.astype(np.float64).std(axis=0)
@@ -209,19 +213,19 @@ def describe_unequal_scales(x: np.ndarray, names: Sequence[str] = ()) -> str:
 
 
 def fill_missing(x: np.ndarray, fill: object) -> np.ndarray:
-    """Return stored examples with NaN replaced by a [data] fill of one number. Tables are filled by their reader."""
+    """Return stored examples with NaN replaced by a [data] `fill` of one number. Readers fill tables."""
     return np.where(np.isnan(x), x.dtype.type(fill), x) if isinstance(fill, float) and x.dtype.kind == "f" else x
 
 
 def network_input_shape(input_table: Mapping[str, Any], stored: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of one prepared example: (channels, size, size) for images, else the stored shape."""
+    """Return the shape of a prepared example: (channels, size, size) for images, otherwise `stored`."""
     if "channels" in input_table:
         return (int(input_table["channels"]), int(input_table["size"]), int(input_table["size"]))
     return stored
 
 
 def prepare_inputs(x: np.ndarray, input_table: Mapping[str, Any]) -> np.ndarray:
-    """Return float32 network inputs of stored examples (n, ...), or raise DataError if their type or shape is wrong."""
+    """Return float32 network inputs of stored examples, or raise DataError for a wrong type or shape."""
     if "channels" in input_table:
         return prepare_images(x, input_table)
     spec = msgspec.convert(input_table, ValueInput)

@@ -101,7 +101,6 @@ def _locate_data(source: str) -> dict[str, Any]:
 
 
 def _name_arrays(path: Path, label: str) -> dict[str, Any]:
-    """Return the [data] keys of an .npz file. `x` is left out if several arrays could be the inputs."""
     input_arrays = [name for name in arrays.list_arrays(path) if name != label]
     return {"y": label, **({"x": input_arrays[0]} if len(input_arrays) == 1 else {})}
 
@@ -123,7 +122,7 @@ def _inspect_folder(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _fill_gaps(reader: ExampleReader, data: dict[str, Any], source: str, notes: list[str]) -> None:
-    """Add `fill` to the [data] table, and a note, if arrays of numbers contain NaN."""
+    """Add the key `fill` to the [data] table, with a note, if an array of inputs contains NaN."""
     if reader.dtype.kind != "f" or reader.features:
         return
     count, size = len(reader.y), max(1, math.prod(reader.shape))
@@ -145,7 +144,6 @@ def _choose_rows(reader: ExampleReader, max_rows: int) -> np.ndarray:
 
 
 def _inspect_inputs(reader: ExampleReader, data: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Return the [input] table for images or numbers, and append notes."""
     if not _is_image(reader):
         if len(reader.shape) == 1 and not reader.features:
             notes.append(f"{reader.shape[0]} numbers each")
@@ -183,7 +181,7 @@ NUMBER_WITH_SEPARATOR: Final = re.compile(r"[+-]?\d+(?:[.,]\d+)?")
 
 
 class Column:
-    """Statistics of a table column: numbers of a numeric column, or at most MAX_CATEGORIES + 1 categories."""
+    """Statistics of a table column: its numbers, or at most MAX_CATEGORIES + 1 distinct words."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -209,7 +207,6 @@ class Column:
 
     @property
     def fill(self) -> float:
-        """Replacement for missing values: the median of numbers, or 0 for words."""
         return 0.0 if (values := self.numbers) is None else float(f"{np.median(values):.6g}")
 
     @property
@@ -218,7 +215,7 @@ class Column:
         return any(map(DECIMAL_COMMA.fullmatch, words)) and all(map(NUMBER_WITH_SEPARATOR.fullmatch, words))
 
     def describe_unusable_values(self) -> str:
-        """Return why the column is no input, as a predicate such as "looks like ids", or "" if it is one."""
+        """Return why the column cannot be an input, such as "looks like ids", or "" if it can."""
         present_count = self.rows - self.missing
         if not present_count:
             return "is empty"
@@ -240,7 +237,7 @@ class Column:
 
 
 def inspect_table(path: Path, label: str, notes: list[str]) -> dict[str, Any]:
-    """Return the [data] keys that read a table, and append notes on its columns. Raise DataError without inputs."""
+    """Return the [data] keys that read a table, and append notes. Raise DataError without usable columns."""
     file = table.find_table(path, DataSpec(path=str(path)))
     columns: dict[str, Column] = {}
     for chunk in table.read_chunks(file):
@@ -361,7 +358,6 @@ def _settings_from_label_rows(y: np.ndarray, location: str) -> dict[str, Any]:
 
 
 def require_classes(labels: Sequence[str], count: int, location: str) -> list[str]:
-    """Return the sorted labels, or raise DataError if they are too many to be classes of `count` examples."""
     if len(labels) > min(MAX_CATEGORIES, max(2, count // 2)):
         problem = f"{len(labels)} different labels in {count} examples are too many for classes"
         raise DataError(f"{location}: {problem}: choose another --label")
@@ -369,7 +365,7 @@ def require_classes(labels: Sequence[str], count: int, location: str) -> list[st
 
 
 def are_classes(kinds: np.ndarray, count: int) -> bool:
-    """Return whether different numbers are classes of `count` examples, rather than numbers to predict."""
+    """Return whether these distinct labels of `count` examples are classes rather than measurements."""
     if not len(kinds) or (kinds != np.rint(kinds)).any():
         return False
     return len(kinds) <= MAX_DISTINCT_CLASSES or (

@@ -29,7 +29,7 @@ def rows_of_shares(
     selected: Sequence[int] | None = None,
     owner: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Return the rows of each selected share, ascending, or raise DataError if the partition is impossible.
+    """Return the ascending rows of each selected share, or raise DataError for an impossible partition.
 
     With `partition = "all"`, all shares of a group are equal. Otherwise shares are disjoint and cover all rows.
 
@@ -75,7 +75,7 @@ def _group_rows(owner: np.ndarray, shares: Sequence[int]) -> list[np.ndarray]:
 def split_held_out(y: np.ndarray, spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of a share's training and held-out rows, each ascending.
 
-    Of n rows, round(held * n) are held out, but at least one and at most n - 1 if held and n - 1 are above 0. Each
+    Of n rows, round(held * n) are held out, but at least one and at most n - 1, unless held is 0 or n is 1. Each
     class contributes its proportion, rounded by largest remainder.
     """
     held_out_count = round(spec.held * len(y))
@@ -94,7 +94,7 @@ def split_held_out(y: np.ndarray, spec: DataSpec) -> tuple[np.ndarray, np.ndarra
 
 
 def sample_rows(count: int, limit: int, seed: int) -> np.ndarray:
-    """Return `limit` of `count` rows, ascending. A limit of 0, or of at least `count`, selects all."""
+    """Return `limit` random rows of `count`, ascending. A limit of 0, or of at least `count`, selects all."""
     if limit == 0 or limit >= count:
         return np.arange(count)
     return np.sort(_random_order(count, tensors.seeded_rng("limit", seed))[:limit])
@@ -130,7 +130,6 @@ def _split_groups(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None) -> l
 
 
 def _assign_users(owner: np.ndarray | None, spec: DataSpec) -> np.ndarray:
-    """Return the share of each row. Users, in numeric or alphabetical order, are split among the shares."""
     if owner is None:
         raise DataError(
             f"{spec.source_name}: partition = 'column' requires a table, an .npz file or a folder with the user of "
@@ -155,7 +154,7 @@ def _assign_iid(y: np.ndarray, spec: DataSpec) -> np.ndarray:
 
 
 def _assign_dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Return the share of each row. Proportions of a class are Dirichlet(alpha) (Hsu et al. 2019, arXiv 1909.06335)."""
+    """Return the share of each row, by Dirichlet(alpha) shares of each class (Hsu et al. 2019)."""
     _require_enough_examples(len(y), spec)
     rng = tensors.seeded_rng("dirichlet", spec.seed)
     members = _shuffle_by_class(y, rng)
@@ -177,7 +176,7 @@ def _assign_dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
 
 
 def _assign_quantity(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Return the share of each row, at random. Sizes above `min_size` follow a power law, P(size > s) ~ s^-alpha."""
+    """Return the share of each row. Sizes above `min_size` follow a power law, P(size > s) ~ s^-alpha."""
     _require_enough_examples(len(y), spec)
     rng = tensors.seeded_rng("quantity", spec.seed)
     logs = -np.log(1.0 - rng.random(spec.shares)) / spec.alpha
@@ -221,7 +220,7 @@ def _assign_classes(y: np.ndarray, spec: DataSpec) -> np.ndarray:
 
 
 def _assign_shards(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Return the share of each row. Rows are sorted by class and cut into shards (McMahan et al. 2017, section 3)."""
+    """Return the share of each row, from shards of rows sorted by class (McMahan et al. 2017, section 3)."""
     count = spec.shares * SHARDS_PER_DEVICE
     if count > len(y):
         raise DataError(

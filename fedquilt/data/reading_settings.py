@@ -23,12 +23,12 @@ MAX_CATEGORIES: Final = 256  # words of a column; columns with more words contai
 
 
 def complete_data_table(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a [data] table with measured words for each "auto", and the depth of grey images."""
+    """Return a [data] table with the words in place of "auto", and with the depth of grey images."""
     return _add_image_depth(_add_category_words(table))
 
 
 def format_agent_settings(table: Mapping[str, Any]) -> list[str]:
-    """Return the lines with measured categories and depth for the [data] table of agent.toml."""
+    """Return the lines of agent.toml's [data] table for the categories and depth of a job."""
     lines = []
     if categories := table.get("categories"):
         category_lists = (
@@ -88,7 +88,7 @@ READING_KEYS: Final = frozenset(HOW) - {"column"} | {"x", "y"}
 
 
 def reading_settings(spec: DataSpec) -> dict[str, Any]:
-    """Return the settings of a [data] table that decide how files become examples, as plain values."""
+    """Return the [data] settings that decide how files become examples, as plain values."""
     plain = msgspec.to_builtins(spec)
     settings = {key: plain[key] for key in READING_KEYS if getattr(spec, key) != getattr(DataSpec(path="."), key)}
     if spec.text is not None and Path(str(spec.text.vocabulary)).is_file():
@@ -101,12 +101,11 @@ def reading_settings(spec: DataSpec) -> dict[str, Any]:
 
 
 def spec_with_settings(settings: Mapping[str, Any], table: Mapping[str, Any]) -> DataSpec:
-    """Return a checked [data] table with stored reading settings in place of its own, or raise JobError."""
+    """Return a checked [data] table in which stored reading settings replace its own, or raise JobError."""
     return DataSpec.parse({**table, **settings})
 
 
 def _input_columns(spec: DataSpec) -> tuple[str, ...]:
-    """Return the input columns of a table, or () if the data are no table."""
     from fedquilt.data.readers import table
 
     path = Path(spec.path)

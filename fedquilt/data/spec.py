@@ -24,7 +24,7 @@ HOW = ("task", "target", "labels", "categories", "fill", "column", "audio", "tex
 
 
 def is_builtin_dataset(name: str) -> bool:
-    """Return whether a `dataset` without a path is fedquilt's own or scikit-learn's, and not of a plug-in."""
+    """Return whether `dataset` without `path` names a set of fedquilt or scikit-learn, not of a plug-in."""
     return name in SYNTHETIC or name.startswith(SKLEARN)
 
 
@@ -49,14 +49,14 @@ class Windows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Scale of the numbers to predict: a network learns (y - mean) / std, with a mean and std for each number."""
+    """Mean and std of each number to predict. A network learns (y - mean) / std."""
 
     mean: tuple[float, ...]
     std: tuple[Above0, ...]
 
 
 class Domains(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Simulated domain shift of images by device. Share i has entry i of each list, modulo the length of the list."""
+    """Simulated domain shift of images by device. Share i uses entry i of each list, modulo its length."""
 
     rotation: Annotated[tuple[Annotated[float, Meta(ge=-360, le=360)], ...], Meta(min_length=1)] = (0.0,)
     """Degrees, counter-clockwise."""
@@ -194,7 +194,6 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, table: Mapping[str, Any], location: str = "[data]") -> DataSpec:
-        """Return a checked table, or raise JobError. `location` names the table in errors."""
         spec = toml.convert_table(table, cls, location)
         for column, categories_ in spec.categories.items():
             if categories_ == AUTO:

@@ -25,7 +25,7 @@ from fedquilt.data.spec import DataSpec
 
 
 class Centre(NamedTuple):
-    """Centre of a cluster, and the matrix A that scales standard normal rows (covariance A'A)."""
+    """Centre of a cluster, and the matrix A that scales rows of standard normal numbers (covariance A'A)."""
 
     x: float
     y: float
@@ -63,7 +63,7 @@ def open_synthetic(spec: DataSpec) -> ExampleReader:
 
 
 def draw_points(name: str, split: str, seed: int) -> np.ndarray:
-    """Return random points of all clusters in the plane, (n, 2) float64, by centre and then by offset."""
+    """Return random points of all clusters in the plane, (n, 2) float64, ordered by centre, then offset."""
     count = TRAIN_POINTS[name] if split == "train" else TEST_POINTS
     points = []
     for centre, offset in _list_clusters():

@@ -1,4 +1,4 @@
-"""Common code of methods whose devices have networks of their own and share prototypes, the mean features of a class.
+"""Common code of methods whose devices share prototypes (mean features by class), not networks.
 
 Features are the inputs of a network's last linear layer. All networks of a job have equally many.
 """
@@ -44,12 +44,12 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class State:
-    """First networks by tier, "" for devices of no tier with its own, and the global prototypes."""
+    """Initial network of each memory tier, with the default network as "", and the global prototypes."""
 
     params: dict[str, Any]
     networks: dict[str, NetworkState]
     prototypes: np.ndarray  # (classes, d)
-    known: np.ndarray  # (classes,) 1 for classes with a prototype, else 0
+    has_prototype: np.ndarray  # (classes,) 1 for classes with a prototype, else 0
 
 
 class FeatureHooks:
@@ -65,7 +65,7 @@ class FeatureHooks:
         self.features: Any = None  # (n, d) of the latest mini-batch
 
     def prepare(self, module: Any) -> Any:
-        """Add the recording hook to the module, and return the module."""
+        """Add the hook that records features to the module, and return the module."""
         module.get_submodule(self._head).register_forward_pre_hook(self._record)
         return module
 
@@ -83,20 +83,23 @@ class PrototypeHooks(FeatureHooks):
         self._received, self._strength, self._tensors = received, strength, dict[str, Any]()
 
     def penalty(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
-        """Return lambda |f(x) - C_y|^2 / d, averaged over the examples. Without a C_y an example counts 0."""
+        """Return the weighted mean squared distance of features to their class prototype (FedProto, Eq. 7).
+
+        An example whose class has no prototype counts 0.
+        """
         import torch
 
         if not self._tensors:
             self._tensors = {name: torch.tensor(array, device=y.device) for name, array in self._received.items()}
         distances = (self.features - self._tensors["prototypes"][y]).square().mean(dim=1)
-        return self._strength * (distances * self._tensors["known"][y]).mean()
+        return self._strength * (distances * self._tensors["has_prototype"][y]).mean()
 
 
 def init(bundle: core.Bundle, params: Any, seed: int) -> State:
     """Return the first state, without prototypes.
 
     Raises:
-        ModelError: If a network has no last linear layer, or the networks' last layers have unequal shapes.
+        ModelError: If a network has no last linear layer, or the last layers differ in shape.
     """
     networks = local_training.initial_states_by_tier(bundle, params)
     shapes = {tier or "[model]": head_shape(network) for tier, network in networks.items()}
@@ -117,9 +120,9 @@ def head_shape(network: NetworkState) -> tuple[int, int]:
 
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
-    """Return the task spec to train the network of the device's tier. Its first weights are sent once."""
+    """Return the task spec to train the network of the device's tier. Initial weights are sent once."""
     network = state.networks[peak_memory.largest_tier_within(device.profile, state.networks)]
-    prototypes = {"prototypes": state.prototypes, "known": state.known}
+    prototypes = {"prototypes": state.prototypes, "has_prototype": state.has_prototype}
     bundles = {"own": network.model, "prototypes": prototypes}
     task_spec = local_training.training_task_spec(network, bundles, TRAITS)
     return replace(task_spec, params={**task_spec.params, "head": network.register.find_classifier()})
@@ -129,7 +132,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the device's network, and return the prototypes of its classes."""
     received, strength = site.load("prototypes"), task.params["penalty"]
     hooks = core.Hooks()
-    if strength and received["known"].any():
+    if strength and received["has_prototype"].any():
         pull = PrototypeHooks(task.params["head"], received, strength)
         hooks = core.Hooks(prepare=pull.prepare, steps=(core.Step(penalty=pull.penalty),))
     client_result = local_training.train_from(task, site, load_own_network(site), hooks)
@@ -140,7 +143,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 
 def compute_prototypes(task: core.Task, site: core.ClientContext, network: core.Tensors) -> dict[str, np.ndarray]:
-    """Return the mean features of each class, (classes, d), and the number of its examples, (classes,)."""
+    """Return arrays by name: "prototypes", mean features (classes, d), and "examples", counts (classes,)."""
     sums, labels = np.zeros(site.load("prototypes")["prototypes"].shape), iter(site.train.y)
 
     def add_features(features: Any) -> None:
@@ -154,7 +157,7 @@ def compute_prototypes(task: core.Task, site: core.ClientContext, network: core.
 
 
 def load_own_network(site: core.ClientContext) -> core.Tensors:
-    """Return the device's network, or the tier's first one before the first training."""
+    """Return the device's network, or the initial network of its tier before the first training."""
     first = site.load("own")
     if site.private_state:
         tensors.require_matching(site.private_state, first)
@@ -168,19 +171,21 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 def update_schema(state: State) -> core.UpdateSchema:
     """Return the schema of an update: prototypes, and the number of examples of each class."""
-    counts = tensors.TensorSpec(tensors.tensor_shapes({"known": state.known})["known"].shape, np.dtype(np.int64))
+    counts = tensors.TensorSpec(
+        tensors.tensor_shapes({"has_prototype": state.has_prototype})["has_prototype"].shape, np.dtype(np.int64)
+    )
     return core.UpdateSchema({"prototypes": {"prototypes": state.prototypes, "examples": counts}})
 
 
 def validate_update(state: State, update: core.DeviceUpdate) -> None:
-    """Raise UpdateError for wrong names, shapes or types, or if the examples do not sum up to the update's weight."""
-    sent = update.bundles.get("prototypes", {})
-    tensors.require_addable(sent, update_schema(state).bundles["prototypes"])
-    if (count := sent["examples"].sum()) != update.weight:
+    """Raise UpdateError for wrong names, shapes or types, or if the examples do not add up to the weight."""
+    prototypes = update.bundles.get("prototypes", {})
+    tensors.require_addable(prototypes, update_schema(state).bundles["prototypes"])
+    if (count := prototypes["examples"].sum()) != update.weight:
         raise core.UpdateError(f"{update.device} weighs {update.weight:g}, and reports prototypes of {count} examples")
 
 
 def result(state: State) -> core.Artefact:
-    """Return the first network of devices of no tier with its own. The devices' networks never leave them."""
+    """Return the initial default network, because the devices' networks never leave them."""
     first = state.networks[""]
     return local_training.weights_artefact(first.network, first.model, private=sorted(first.model))

@@ -37,7 +37,7 @@ class State(NetworkState):
 def make_subnetwork_state(
     state: NetworkState, places: TensorCut, replacements: core.Tensors | None = None
 ) -> NetworkState:
-    """Return a state with the tensors and costs of a sub-network. Tensors in `replacements` replace cut ones."""
+    """Return a state with a sub-network's tensors and costs. `replacements` replace tensors of the model."""
     subnetwork = {**width.cut_tensors(state.model, places), **(replacements or {})}
     flops_share, activation_share = cost_model.part_shares(state.costs_by_layer(), state.model, subnetwork)
     return NetworkState(
@@ -52,7 +52,7 @@ def make_subnetwork_state(
 
 @dataclass(frozen=True)
 class BatchNormSums:
-    """Sums of batch norm statistics by rate: n_k mean_k, n_k (var_k + mean_k^2) and n_k."""
+    """Sums of batch norm statistics over devices k, by rate: n_k mean_k, n_k (var_k + mean_k^2) and n_k."""
 
     total: Mapping[str, Mapping[str, exact_sums.ExactSum]] = field(default_factory=dict)
     weight: Mapping[str, exact_sums.ExactScalar] = field(default_factory=dict)
@@ -75,12 +75,11 @@ def make_statistics_round(
     """
 
     def statistic_names(state: State) -> list[str]:
-        """Return the names of running means and variances, without frozen ones."""
         frozen, mean_by_variance = frozen_names(state), state.register.running_means_by_variance()
         return [name for pair in mean_by_variance.items() for name in pair[::-1] if name not in frozen]
 
     def send(state: State, device: core.DeviceView) -> core.TaskSpec:
-        """Return the task with all sub-networks up to the device's rate, and wider ones that fit its budget."""
+        """Return the task spec with the sub-networks up to the device's rate, and wider ones in its budget."""
         device_rate, work = rate_of(state, device), core.WorkEstimate()
         rates: list[float] = []
         bundles: dict[str, core.Tensors] = {}
@@ -163,7 +162,7 @@ def _fits_device(device: core.DeviceView, work: core.WorkEstimate) -> bool:
 def _convert_variances_to_moments(
     statistics: core.Tensors, mean_by_variance: Mapping[str, str], device: str
 ) -> dict[str, np.ndarray]:
-    """Return statistics with E[x^2] in place of variances, or raise UpdateError for a negative variance."""
+    """Return the statistics with variances as E[x^2], or raise UpdateError for a negative variance."""
     moments = {}
     for name, array in statistics.items():
         value = array.astype(np.float64)

@@ -55,7 +55,7 @@ class Params:
 
 @dataclass(frozen=True)
 class State:
-    """Sums gathered so far, the devices they come from, and the head once solved."""
+    """Sums gathered so far, the devices that sent them, and the head once it is solved."""
 
     params: Params
     seed: int
@@ -116,7 +116,7 @@ def validate_site_sums(state: State, total: ExactMomentSums, weight: float) -> N
 
 
 def validate_update(state: State, update: core.DeviceUpdate) -> None:
-    """Raise UpdateError if an update is for another turn, or its moments are invalid."""
+    """Raise UpdateError if an update belongs to an earlier round, or its moments are invalid."""
     if update.metrics.get("turn") != state.turn:
         raise core.UpdateError(f"the update is for turn {update.metrics.get('turn')}, but the job is at {state.turn}")
     if update.device not in state.heard:
@@ -124,14 +124,17 @@ def validate_update(state: State, update: core.DeviceUpdate) -> None:
 
 
 def fold(state: State, accumulator: ExactMomentSums | None, update: core.DeviceUpdate) -> ExactMomentSums:
-    """Return the sums with a device's moments added in place, or unchanged if an earlier round has them."""
+    """Return the sums with a device's moments added in place, unless an earlier round added them."""
     validate_update(state, update)
     accumulator = accumulator or ExactMomentSums()
     return accumulator if update.device in state.heard else accumulator.add_update(update)
 
 
 def step(state: State, total: ExactMomentSums | None) -> State:
-    """Return the state with a round's moments, and with the head after the last round or one without new devices."""
+    """Return the state with a round's moments, and with the head after the last round.
+
+    The head is also solved after a round without new devices.
+    """
     if total is None or not total.devices:
         return _set_final_head(state) if state.heard else replace(state, log=())
     sums = total.total_sums(candidates.unpack_sums(state.gathered))
@@ -153,7 +156,7 @@ def done(state: State) -> bool:
 def result(state: State) -> core.Artefact:
     """Return the donor's blocks under the new head (`stitched_network.to_artefact`).
 
-    The head of a job that ends early is solved from the devices so far.
+    If a job ends early, the head is solved from the moments received so far.
 
     Raises:
         ModelError: If no device has sent its moments.
@@ -197,7 +200,6 @@ def _solve_head_tensors(state: State) -> dict[str, np.ndarray]:
 
 
 def _set_final_head(state: State) -> State:
-    """Return the state with the solved head, without moments, and with notes on classes without examples."""
     assert state.gathered is not None
     notes = [f"the head of {state.path[0].rpartition('.')[0]} solved from {state.gathered.counts.sum():.0f} examples"]
     pairs = zip(state.stock.labels, state.gathered.counts, strict=True)

@@ -50,7 +50,10 @@ class Params(fedavg.Params):
 
 
 class MixtureHooks:
-    """Two steps on each mini-batch: of m, which moves v (anchor "own") and alpha, then of w (anchor "shared")."""
+    """Hooks with two steps on each mini-batch: of the mixture m, then of the shared model w.
+
+    The first step moves v (the anchor "own") and alpha, the second w (the anchor "shared").
+    """
 
     def __init__(self, alpha: float, rate: float) -> None:
         self.alpha, self._rate = alpha, rate
@@ -63,7 +66,7 @@ class MixtureHooks:
         )
 
     def correct(self, gradient: Any, value: Any, anchors: Mapping[str, Any]) -> Any:
-        """Return the gradient unchanged, and add its product with v - w to the slope of alpha."""
+        """Return the gradient unchanged. In the first step, its product with v - w is added to alpha's slope."""
         if self._is_mixture:
             self._slope = self._slope + ((anchors["own"] - anchors["shared"]) * gradient).sum()
         return gradient
@@ -88,7 +91,7 @@ class MixtureHooks:
             self.alpha = min(max(self.alpha - self._rate * float(self._slope), 0.0), 1.0)
 
     def _pairs(self, module: Any) -> list[tuple[Any, Any, Any, bool]]:
-        """Return v, w and the module's tensor of each name, and whether the tensor is a parameter."""
+        """Return for each name v, w, the module's tensor, and whether the tensor is a parameter."""
         from fedquilt.models.networks import traces
 
         trained, state = dict(module.named_parameters()), traces.state_without_aliases(module)
@@ -97,7 +100,7 @@ class MixtureHooks:
 
 
 def load_own_model(task: core.Task, site: core.ClientContext) -> tuple[core.Tensors, float]:
-    """Return v and alpha, or the received model and the first alpha before the first training."""
+    """Return the own model and its weight alpha, initially the received model and `alpha`."""
     received = site.load("model")
     own = {name: array for name, array in site.private_state.items() if name != ALPHA} or received
     tensors.require_matching(own, received)
@@ -105,13 +108,13 @@ def load_own_model(task: core.Task, site: core.ClientContext) -> tuple[core.Tens
 
 
 def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
-    """Return the task spec to train two models on each mini-batch."""
+    """Return the task spec to train the shared and the own model on each mini-batch."""
     task_spec = local_training.training_task_spec(state, {"model": state.model}, TRAITS)
     return replace(task_spec, params={**task_spec.params, "trained": state.trained_names()})
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train w, v and alpha on the same mini-batches, return w and keep v and alpha."""
+    """Train the shared model w, the own model v and alpha. The device sends w and keeps the others."""
     received, (own, alpha) = site.load("model"), load_own_model(task, site)
     rate = local_training.fit_from_task(task).lr if task.params["adaptive"] else 0.0
     mixture = MixtureHooks(alpha, rate)
@@ -128,7 +131,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 
 def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
-    """Return the mixture of the device's own model and the received model, with the statistics of its own."""
+    """Return the mixture of own and received model, with the batch norm statistics of the mixture."""
     (own, alpha), received = load_own_model(task, site), site.load("model")
     share, rest = np.float32(alpha), np.float32(1 - alpha)
     return {**own, **{name: share * own[name] + rest * received[name] for name in task.params["trained"]}}

@@ -68,7 +68,7 @@ def body(state: NetworkState) -> stages.StagedNetwork:
 
 
 def leading_stage_places(state: NetworkState, depth: int) -> TensorCut:
-    """Return the tensors of the first `depth` stages and of their exits, as a cut with whole tensors."""
+    """Return a cut with the whole tensors of the first `depth` stages and their exits."""
     network = body(state)
     names = [name for stage in network.stages[:depth] for name in stage.names]
     names += [f"exit.{i}.{suffix}" for i in range(min(depth, len(network.stages) - 1)) for suffix in ("weight", "bias")]
@@ -78,7 +78,7 @@ def leading_stage_places(state: NetworkState, depth: int) -> TensorCut:
 
 
 def exit_inputs(body: stages.StagedNetwork) -> list[list[Any]]:
-    """Return, for each exit, the first layer of the next stage and the channels of its input."""
+    """Return the input of each exit: the layer that also receives it, and the number of its channels."""
     return [[stage.entrance, stage.width] for stage in body.stages[1:]]
 
 
@@ -120,7 +120,7 @@ class Exits:
         return add_exits
 
     def _combine_scores(self, module: Any, stage_inputs: list[Any], final_scores: Any) -> Any:
-        """Return the mean of the exits' scores, and store each exit's scores as `scores`."""
+        """Return the mean of the exits' scores. The scores of each exit are stored in `scores`."""
         import torch
 
         self.scores = [linear(x) for linear, x in zip(module.exit, stage_inputs, strict=True)]
@@ -128,7 +128,7 @@ class Exits:
         return torch.stack(self.scores).mean(dim=0) if len(self.scores) > 1 else self.scores[0]
 
     def divergence(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
-        """Return c(t)/(d - 1) * sum_i sum_{j != i} KL(p_j || p_i)."""
+        """Return c(t)/(d - 1) * sum_i sum_{j != i} KL(p_j || p_i), the divergence of the exits' outputs."""
         import torch
 
         log_probabilities = [torch.log_softmax(exit_scores, dim=1) for exit_scores in self.scores]
@@ -142,7 +142,7 @@ class Exits:
 
 
 def exits_from_task(task: core.Task) -> Exits:
-    """Return the exits of a task, with the strength c(t) of the KL terms in its round."""
+    """Return the exits of a task, with the weight c(t) of the KL terms in the task's round."""
     inputs = tuple(stages.Stage(str(entrance), int(width), ()) for entrance, width in task.params["looks"])
     ramp = task.params["ramp"]
     strength = math.exp(-5 * (1 - min(task.round, ramp) / ramp) ** 2)
@@ -166,7 +166,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 
 def fold(state: NetworkState, accumulator: WeightedEntrySums | None, update: core.DeviceUpdate) -> WeightedEntrySums:
-    """Return the sums with an update's entries added. Raise UpdateError if its tensors are those of no depth."""
+    """Return the sums with an update's entries added. Raise UpdateError if its tensors fit no depth."""
     model = heterofl.require_sent_model(update)
     cuts = [leading_stage_places(state, depth) for depth in sorted(set(state.params["depths"]))]
     return by_width.add_entries(

@@ -38,7 +38,7 @@ class Params(fedavg.Params):
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> fedlora.State:
-    """Return the first state. With adapters the bundle's network is the frozen backbone."""
+    """Return the first state. With adapters, the bundle's network is the frozen backbone."""
     if params.rank:
         return fedlora.init(bundle, params, seed)
     return fedlora.State(**vars(fedavg.init(bundle, params, seed)), backbone={})
@@ -56,7 +56,7 @@ def send(state: fedlora.State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train the global model and the personal model v_k on the same mini-batches (Algorithm 1)."""
+    """Train the global and the personal model on the same mini-batches (Ditto, Algorithm 1)."""
     received, pull = site.load("model"), task.params["pull"]
     frozen, hooks = fedlora.load_backbone(task, site, received)
     start = {**frozen, **received}

@@ -46,14 +46,14 @@ class Params(fedavg.Params):
 
 
 class BlendingHooks:
-    """Hooks of a training that learns W: after each step the module has own + (received - own) * W."""
+    """Hooks for learning the blending weights W. After each step, the module contains the new blend."""
 
     def __init__(self, eta: float, rate: float, names: list[str]) -> None:
         self._eta, self._rate, self.weights = eta, rate, dict[str, Any]()
         self.steps = (core.Step(rate=lambda name: float(name in names), penalty=self._keep_weights),)
 
     def correct(self, gradient: Any, value: Any, anchors: Mapping[str, Any]) -> Any:
-        """Update the anchor "weights" in place, and return the gradient of the step to the new blend."""
+        """Update the anchor "weights" (W) in place, and return the gradient that moves to the new blend."""
         difference = anchors["received"] - anchors["own"]
         anchors["weights"].copy_((anchors["weights"] - self._eta * gradient * difference).clamp(0, 1))
         return (value - anchors["own"] - difference * anchors["weights"]) / self._rate
@@ -71,7 +71,7 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> NetworkState:
 
 
 def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
-    """Return the task spec to train, with the passes over the sample that learn W."""
+    """Return the task spec to train, whose cost includes the passes that learn the blending weights."""
     task_spec = local_training.training_task_spec(state, {"model": state.model}, TRAITS)
     last, passes = ft_part.last_layer_tensors(state, state.params["layers"]), 0
     if device.rounds:
@@ -85,26 +85,26 @@ def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Learn W and blend, then train from the blend. The model is sent and, with W, kept on the device."""
+    """Learn the blending weights, train from the blend, and return the model. The device keeps both."""
     start, weights = site.load("model"), dict[str, np.ndarray]()
     if site.private_state:
         own = load_own_model(site)
         weights = learn_weights(task, site, own, start)
         start = {**start, **blend(own, start, weights)}
     client_result = local_training.train_from(task, site, start)
-    kept = {f"{WEIGHT}{name}": array for name, array in weights.items()}
-    return replace(client_result, private_state={**client_result.bundles["model"], **kept})
+    stored_weights = {f"{WEIGHT}{name}": array for name, array in weights.items()}
+    return replace(client_result, private_state={**client_result.bundles["model"], **stored_weights})
 
 
 def blend(own: core.Tensors, received: core.Tensors, weights: core.Tensors) -> dict[str, np.ndarray]:
-    """Return own + (received - own) * W, of the tensors that have a W."""
+    """Return own + (received - own) * weights, for the tensors that have weights."""
     return {name: own[name] + (received[name] - own[name]) * weights[name] for name in weights}
 
 
 def learn_weights(
     task: core.Task, site: core.ClientContext, own: core.Tensors, received: core.Tensors
 ) -> dict[str, np.ndarray]:
-    """Return the device's W after passes over a sample of its examples."""
+    """Return the blending weights after passes over a random sample of the device's examples."""
     params, blended = task.params, task.params["blended"]
     weights = {name: site.private_state.get(f"{WEIGHT}{name}", np.ones_like(received[name])) for name in blended}
     passes = 1 if any(name.startswith(WEIGHT) for name in site.private_state) else params["first_passes"]

@@ -51,7 +51,7 @@ class Params:
             raise ValueError("nesterov = true requires a momentum above 0")
 
     def require_plain_steps(self, reason: str) -> None:
-        """Raise ValueError if the learning rate changes within a round, or an average of the weights is sent."""
+        """Raise ValueError for a learning-rate schedule within rounds, or if averaged weights are sent."""
         if training_choices.parse_schedule(self.schedule).over == "steps":
             raise ValueError(f'schedule over "steps" is not possible, because {reason}: set over = "rounds"')
         if self.ema:
@@ -79,7 +79,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 
 def validate_site_sums(state: NetworkState, total: WeightedSums, weight: float) -> None:
-    """Raise UpdateError unless the sums can be those of a site's devices with this total weight."""
+    """Raise UpdateError unless the sums of a site can come from devices of this total weight."""
     if total.weight != weight:
         raise core.UpdateError(f"the site's sums have the weight {total.weight:g}, but its update {weight:g}")
     exact_sums.require_valid_sums(total.total, state.model, weight)
@@ -91,7 +91,7 @@ def validate_update(state: NetworkState, update: core.DeviceUpdate) -> None:
 
 
 def fold(state: NetworkState, accumulator: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
-    """Return the sums with an update added in place, weighted by its examples. Raise UpdateError if it is invalid."""
+    """Return the sums with an update added in place, weighted by examples. Raise UpdateError if invalid."""
     validate_update(state, update)
     accumulator = accumulator or WeightedSums()
     return WeightedSums(

@@ -32,7 +32,7 @@ class State(NetworkState):
 
 
 def private_names(state: NetworkState) -> set[str]:
-    """Return the names of running statistics, and of all tensors of normalisations that have them."""
+    """Return the names of running statistics, and of all tensors in normalisations that have them."""
     register = state.register
     running_statistics = [statistic for statistic in register.tensors if register.is_running_statistic(statistic.name)]
     return {statistic.name for statistic in running_statistics} | register.tensors_of_modules(
@@ -68,12 +68,12 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 
 def result(state: State) -> core.Artefact:
-    """Return the shared model with the batch normalisation's tensors of the job's start."""
+    """Return the shared model with the batch norm tensors of the job's start."""
     return local_training.weights_artefact(state.network, {**state.model, **state.norm}, private=sorted(state.norm))
 
 
 def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
-    """Return the shared tensors with the device's batch norm, or the first ones before training."""
+    """Return the shared tensors with the device's batch norm, or before training with the initial one."""
     norm = site.load("norm")
     if site.private_state:
         tensors.require_matching(site.private_state, norm)

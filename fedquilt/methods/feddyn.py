@@ -43,10 +43,10 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class State(NetworkState):
-    """Global model, and the server's h, the mean of all g_k."""
+    """Global model, and h, the mean of all devices' slopes g_k."""
 
     h: dict[str, np.ndarray]
-    known: int  # devices that have taken part
+    participants: int  # devices that have taken part
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """Return the first state, with h = 0."""
     initial = fedavg.init(bundle, params, seed)
     h = {name: np.zeros_like(initial.model[name]) for name in initial.trained_names()}
-    return State(**vars(initial), h=h, known=0)
+    return State(**vars(initial), h=h, participants=0)
 
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
@@ -70,7 +70,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train with the gradient of the regulariser, alpha (theta_k - theta) - g_k. The new g_k stays on the device."""
+    """Train with the regulariser's gradient, alpha (theta_k - theta) - g_k. The device keeps the new g_k."""
     received, alpha = site.load("model"), task.params["alpha"]
     zeros = {name: np.zeros_like(received[name]) for name in task.params["trained"]}
     tensors.require_matching(site.private_state or zeros, zeros)
@@ -89,7 +89,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 
 def validate_update(state: State, update: core.DeviceUpdate) -> None:
-    """Validate an update as in FedAvg, its weight, and whether the device is new."""
+    """Raise UpdateError if an update is invalid for FedAvg, or its weight or metric "new" is wrong."""
     if (is_new := update.metrics.get("new")) not in (0.0, 1.0):
         raise core.UpdateError(f"{update.device} does not report whether it is new (new = {is_new})")
     local_training.require_unit_weight(update)
@@ -97,14 +97,14 @@ def validate_update(state: State, update: core.DeviceUpdate) -> None:
 
 
 def validate_site_sums(state: State, total: FedDynSums, weight: float) -> None:
-    """Validate the sums of a site before they are merged."""
+    """Raise UpdateError unless the sums of a site can come from devices of this total weight."""
     fedavg.validate_site_sums(state, total, weight)
     if not 0 <= total.new_devices <= weight:
         raise core.UpdateError(f"{total.new_devices} of {weight:g} devices are reported as new")
 
 
 def fold(state: State, accumulator: FedDynSums | None, update: core.DeviceUpdate) -> FedDynSums:
-    """Add an update's model to the sums, with the same weight for every device."""
+    """Return the sums with an update's model added in place, with the same weight for every device."""
     validate_update(state, update)
     sums = fedavg.fold(state, accumulator, update)
     new_devices = accumulator.new_devices if accumulator else 0
@@ -112,19 +112,20 @@ def fold(state: State, accumulator: FedDynSums | None, update: core.DeviceUpdate
 
 
 def step(state: State, total: FedDynSums | None) -> State:
-    """Update h by the round's changes, and move the mean of the models by -h / alpha."""
+    """Return the state with a new h, and with the mean of the models moved by -h / alpha."""
     if total is None or total.weight == 0:
         return state
     weight, alpha, mean = total.weight, state.params["alpha"], total.mean()
     # A restored coordinator may have lost devices that still have their g_k, and report that they are not new.
-    known = max(state.known + total.new_devices, math.ceil(weight))
-    before, after = (max(count, state.params["devices"]) for count in (state.known, known))
+    device_count = max(state.participants + total.new_devices, math.ceil(weight))
+    devices_before = max(state.participants, state.params["devices"])
+    devices_after = max(device_count, state.params["devices"])
     h = {}
     for name, old_h in state.h.items():
         change = mean[name] - state.model[name].astype(np.float64)
-        new_h = np.asarray((before * old_h.astype(np.float64) - alpha * weight * change) / after)
+        new_h = np.asarray((devices_before * old_h.astype(np.float64) - alpha * weight * change) / devices_after)
         mean[name], h[name] = np.asarray(mean[name] - new_h / alpha), new_h.astype(old_h.dtype)
-    return replace(state, model=tensors.cast_like(mean, state.model), h=h, known=known)
+    return replace(state, model=tensors.cast_like(mean, state.model), h=h, participants=device_count)
 
 
 METHOD = replace(

@@ -66,7 +66,7 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> NetworkState:
 
 
 def link_name(end: int) -> str:
-    """Return the name of the link's tensor before stage `end`."""
+    """Return the tensor name of the link before stage `end`."""
     return f"link.s{end}.weight"
 
 
@@ -84,7 +84,7 @@ def split_into_groups(body: StagedNetwork, count: int) -> list[StageGroup]:
 
 
 def places_for_groups(state: NetworkState, body: StagedNetwork, count: int) -> TensorCut:
-    """Return the whole network and the links between `count` groups, as a cut with whole tensors."""
+    """Return a cut with the whole tensors of the network and of the links between `count` groups."""
     links = [link_name(group.end) for group in split_into_groups(body, count)[:-1]]
     return dict.fromkeys(sorted([*plain_network(state), *links]), (None, None))
 
@@ -108,7 +108,7 @@ def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train the groups one after another, each with a link to the classifier and earlier groups frozen."""
+    """Train the groups in turn, each with a link to the classifier and with earlier groups frozen."""
     groups, ends, model = task.params["groups"], task.params["ends"], site.load("model")
     if len(groups) == 1:
         return fedavg.work(task, site)
@@ -134,7 +134,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 def _train_group(
     task: core.Task, site: core.ClientContext, start: core.Tensors, names: set[str], prepare: Any, index: int
 ) -> core.ClientResult:
-    """Train the tensors in `names` of group `index`, with the group's part of the progress."""
+    """Train the tensors in `names`, as group `index` of the task's groups."""
     count = len(task.params["groups"])
     hooks = core.Hooks(prepare=prepare, steps=(core.Step(rate=lambda name: float(name in names)),))
     group_site = replace(site, progress=lambda share: site.progress(index / count + share / count))
@@ -142,7 +142,7 @@ def _train_group(
 
 
 def make_link_hook(next_stage: stages.Stage, start: Mapping[str, np.ndarray], end: int, head: str) -> Any:
-    """Return the hook that ends the network before stage `end`, with a link from there to the classifier `head`."""
+    """Return the hook that ends the network before stage `end` with a link to the classifier `head`."""
 
     def prepare(module: Any) -> Any:
         from torch import nn
@@ -167,7 +167,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 
 def fold(state: NetworkState, accumulator: WeightedEntrySums | None, update: core.DeviceUpdate) -> WeightedEntrySums:
-    """Return the sums with an update's entries added. Raise UpdateError if its links fit no number of groups."""
+    """Return the sums with an update's entries added. Raise UpdateError if its links fit no group count."""
     model = heterofl.require_sent_model(update)
     body = stages.split_stages(state.model, state.params["stages"], state.register)
     cuts = [places_for_groups(state, body, count) for count in sorted(set(state.params["groups"]))]

@@ -61,7 +61,7 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
 
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
-    """Return the task spec to train, with one more pass for the gradients while probing."""
+    """Return the task spec to train, while probing with another pass for gradient sizes."""
     task_spec = fedrep.send(state, device)
     work = task_spec.work
     if not state.shared:  # one more pass, forward and back, for the gradients of the trained network
@@ -72,7 +72,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train the device's network, and return gradient sizes while probing, or the learnGene afterwards."""
+    """Train the device's network, and return the learnGene or, while probing, the gradient sizes."""
     client_result = fedrep.split_result(
         local_training.train_from(task, site, fedrep.load_device_network(site)), task.params["shared"]
     )
@@ -95,7 +95,7 @@ def update_schema(state: State) -> core.UpdateSchema:
 
 
 def fold(state: State, accumulator: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
-    """Return the sums with an update's learnGene or, while probing, gradient sizes added in place."""
+    """Return the sums with an update's learnGene added in place, or while probing with gradient sizes."""
     if state.shared:
         reference = {name: state.own[name] for name in state.shared}
         return fedavg.fold(replace(state, model=reference), accumulator, update)
@@ -108,7 +108,10 @@ def fold(state: State, accumulator: WeightedSums | None, update: core.DeviceUpda
 
 
 def step(state: State, total: WeightedSums | None) -> State:
-    """Return the state with the mean learnGene, or with added gradient sizes and the choice after the last probe."""
+    """Return the state with the mean learnGene or, while probing, with added gradient sizes.
+
+    The last probing round chooses the learnGene.
+    """
     if total is None or total.weight == 0:
         return state
     if state.shared:
@@ -122,7 +125,7 @@ def step(state: State, total: WeightedSums | None) -> State:
 
 
 def explain(state: State) -> list[str]:
-    """Return a sentence with the layers of the learnGene after the round that chose them, or []."""
+    """Return a sentence with the layers of the learnGene after the round that chose them, otherwise []."""
     return [f"the learnGene is {', '.join(state.shared)}"] if state.shared and not state.model else []
 
 

@@ -64,7 +64,7 @@ def init(bundle: core.Bundle, params: Any, seed: int) -> State:
 def initial_shared_part(
     backbone: core.Tensors, rank: int, seed: int, network: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """Return the first values of the adapters, and the head's tensors of the backbone."""
+    """Return the first values of the adapters, and the backbone's head."""
     return {
         **lora.initial_shared_adapters(backbone, adapted_layers(network), rank, tensors.seeded_rng(seed, "lora")),
         **{name: backbone[name] for name in head_names(network)},
@@ -104,7 +104,7 @@ def with_adapted_layers(task_spec: core.TaskSpec, network: Mapping[str, Any]) ->
 
 
 def make_adapted_state(state: State) -> NetworkState:
-    """Return a plain state of the backbone with its adapters, for size and cost."""
+    """Return a plain state of the backbone with adapters, from which size and cost are computed."""
     full_state = state.plain_state_with({**state.backbone, **state.model})
     added = {name: array for name, array in state.model.items() if name not in state.backbone}
     return replace(full_state, layers=cost_model.add_adapter_layers(state.layers, state.backbone, added))
@@ -132,12 +132,12 @@ def make_adapter_hooks(task: core.Task, trained: core.Tensors) -> core.Hooks:
 
 
 def load_backbone(task: core.Task, site: core.ClientContext, trained: core.Tensors) -> tuple[core.Tensors, core.Hooks]:
-    """Return the frozen tensors and the hooks that insert adapters, or {} and no hooks if the job has no adapters."""
+    """Return the frozen tensors and the hooks that insert adapters. Both are empty without adapters."""
     return (site.load("backbone"), make_adapter_hooks(task, trained)) if task.params.get("rank") else ({}, core.Hooks())
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train the adapters and the head in the frozen backbone, and return only adapters and head."""
+    """Train the adapters and the head on the frozen backbone, and return only these."""
     backbone, received = site.load("backbone"), site.load("model")
     client_result = local_training.train_from(task, site, {**backbone, **received}, make_adapter_hooks(task, received))
     model = client_result.bundles["model"]
@@ -162,7 +162,7 @@ def merged_model(state: State) -> dict[str, np.ndarray]:
 
 
 def merge_adapters(params: Mapping[str, Any], backbone: core.Tensors, trained: core.Tensors) -> dict[str, np.ndarray]:
-    """Return the backbone with the adapters in `trained` merged and other trained tensors replaced."""
+    """Return the backbone with merged adapters and, for other names in `trained`, the trained tensors."""
     model = {**backbone, **{name: trained[name] for name in trained if name in backbone}}
     return lora.merge_shared(model, trained, lora.sites_from_json(params["places"]), adapter_scale(params))
 

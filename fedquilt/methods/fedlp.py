@@ -36,7 +36,7 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class FedLPSums(WeightedSums):
-    """Sums of a round: sum_k n_k * w_k of the layers received, and sum_k n_k of each tensor."""
+    """Sums over devices k: n_k * w_k of each received tensor, and n_k by tensor."""
 
     tensor_weights: Mapping[str, exact_sums.ExactScalar] = field(default_factory=dict)
 
@@ -50,13 +50,13 @@ def layer_units(state: NetworkState) -> list[tuple[str, ...]]:
 
 
 def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
-    """Return FedAvg's task spec with the tensor names of each layer, which is sent or dropped as a whole."""
+    """Return FedAvg's task spec with the tensor names of each layer, the unit that is sent or dropped."""
     task_spec = fedavg.send(state, device)
     return replace(task_spec, params={**task_spec.params, "units": layer_units(state)})
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train as in FedAvg, and return a result with a random choice of layers, each with probability `keep`."""
+    """Train as in FedAvg, and return a random choice of layers, each with probability `keep`."""
     client_result = fedavg.work(task, site)
     model = client_result.bundles["model"]
     kept_layers = [names for names in task.params["units"] if site.rng.random() < task.params["keep"]]
@@ -64,7 +64,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 
 def fold(state: NetworkState, accumulator: FedLPSums | None, update: core.DeviceUpdate) -> FedLPSums:
-    """Return the sums with an update's layers added in place, or raise UpdateError if the update is invalid."""
+    """Return the sums with an update's layers added in place. Raise UpdateError for an invalid update."""
     if "model" not in update.bundles:
         raise core.UpdateError(f"{update.device} sent no bundle 'model', which is required even without layers")
     model = update.bundles["model"]

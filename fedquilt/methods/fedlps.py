@@ -47,14 +47,14 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class State(_subnetworks.State):
-    """Global model, the encoder's layers and the channels left by each pruning ratio."""
+    """Global model, names of the encoder's layers, and channels left by each pruning ratio."""
 
     encoder: tuple[str, ...]  # layers
-    kept: dict[str, dict[str, np.ndarray]]  # by share of the channels that are left: group -> their indices
+    units_by_share: dict[str, dict[str, np.ndarray]]  # by share of the channels that are left: group -> their indices
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> State:
-    """Return the first state, with the chosen encoder layers and the channels left by each pruning ratio.
+    """Return the first state, with the encoder's layers and the channels left by each pruning ratio.
 
     Raises:
         JobError: If the encoder would have random weights.
@@ -79,7 +79,7 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
         units_by_share[f"{share:g}"] = {
             group: indices for group, indices in units_by_group.items() if group not in unpruned_groups
         }
-    state = State(**vars(initial), encoder=encoder, kept=units_by_share)
+    state = State(**vars(initial), encoder=encoder, units_by_share=units_by_share)
     return replace(state, widths=heterofl.initial_statistics(state, places_by_share(state)))
 
 
@@ -94,24 +94,24 @@ def encoder_names(state: State) -> set[str]:
 
 
 def places_by_share(state: State) -> dict[float, TensorCut]:
-    """Return the indices of the channels in each tensor of a part, by the share of channels in the part."""
+    """Return the indices of a part's channels in each tensor, for each share of channels in a part."""
     shares = sorted({canonical_share(state, share) for share in remaining_shares(state.params)})
     return {
-        share: width.unit_indices_by_tensor(state.plan, state.model, state.kept.get(f"{share:g}", {}))
+        share: width.unit_indices_by_tensor(state.plan, state.model, state.units_by_share.get(f"{share:g}", {}))
         for share in shares
     }
 
 
 def canonical_share(state: State, share: float) -> float:
-    """Return the largest of the tiers' shares that leaves as many channels of the predictor as `share`."""
-    pruned = next(iter(state.kept.values()))
+    """Return the largest share of a tier with as many channels in the predictor as `share`."""
+    pruned = next(iter(state.units_by_share.values()))
     return heterofl.canonical_rate(
         [state.plan.widths[group] for group in pruned], remaining_shares(state.params), share
     )
 
 
 def device_share(state: State, device: core.DeviceView) -> float:
-    """Return the share of channels in a device's part."""
+    """Return the share of channels in a device's part, by its memory tier."""
     return canonical_share(state, width.select_by_tier(device.profile, remaining_shares(state.params)))
 
 
@@ -137,7 +137,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 
 def fold(state: State, accumulator: HeteroFLSums | None, update: core.DeviceUpdate) -> HeteroFLSums:
-    """Return the sums with a device's predictor entries added in place, or raise UpdateError if they are invalid."""
+    """Return the sums with a device's predictor added in place. Raise UpdateError for invalid entries."""
     model, frozen = heterofl.require_sent_model(update), encoder_names(state)
     trained_places = {
         share: {name: axes for name, axes in places.items() if name not in frozen}

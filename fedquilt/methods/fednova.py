@@ -42,14 +42,14 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class FedNovaSums(WeightedSums):
-    """Sums of a round: n_i y_i / a_i of trained tensors, n_i y_i of statistics, and the divisors."""
+    """Sums of n_i y_i / a_i (trained tensors) and n_i y_i (statistics). a_i are effective local steps."""
 
     inverse_steps: exact_sums.ExactScalar = exact_sums.ExactScalar()  # sum_i n_i / a_i
     weighted_steps: exact_sums.ExactScalar = exact_sums.ExactScalar()  # sum_i n_i a_i
 
 
 def effective_steps(steps: float, params: Mapping[str, Any]) -> float:
-    """Return a_i, the effective number of local steps with the optimizer's momentum (section 4)."""
+    """Return a_i, the effective number of local steps with momentum (FedNova, section 4)."""
     rho = params["momentum"]
     if not rho:
         return steps
@@ -65,7 +65,7 @@ def validate_site_sums(state: NetworkState, total: FedNovaSums, weight: float) -
 
 
 def fold(state: NetworkState, accumulator: FedNovaSums | None, update: DeviceUpdate) -> FedNovaSums:
-    """Return the sums with an update added in place, with trained tensors divided by a_i."""
+    """Return the sums with an update added in place, trained tensors divided by the effective steps."""
     weight, a = update.weight, effective_steps(local_training.reported_steps(update), state.params)
     model, trained_names = update.bundles.get("model", {}), set(state.trained_names())
     tensors.require_addable(model, state.model)
@@ -80,7 +80,7 @@ def fold(state: NetworkState, accumulator: FedNovaSums | None, update: DeviceUpd
 
 
 def step(state: NetworkState, total: FedNovaSums | None) -> NetworkState:
-    """Return the state with the model moved along the mean normalised update (Eq. 7), other tensors averaged."""
+    """Return the state moved along the mean normalised update (FedNova, Eq. 7), with mean statistics."""
     if total is None or total.weight == 0:
         return state
     model = total.mean()

@@ -60,7 +60,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 
 def step(state: State, total: WeightedSums | None) -> State:
-    """Return the state after a step of the server's optimizer along the mean change of the round (Algorithm 2)."""
+    """Return the state after a server step along the mean change (Reddi et al., Algorithm 2)."""
     if total is None or total.weight == 0:
         return state
     params, model = state.params, total.mean()

@@ -1,4 +1,4 @@
-"""FedPer and LG-FedAvg: the last or the first layers stay on the device, and all other layers are averaged.
+"""FedPer and LG-FedAvg: the last or first layers stay on the device, and the rest is averaged.
 
 Papers: Arivazhagan et al., Federated Learning with Personalization Layers, 2019 (arXiv 1912.00818), Algorithms 1 and 2:
 the first layers are shared, and the last K_P layers stay on the device. Liang et al., Think Locally, Act Globally:
@@ -33,7 +33,7 @@ class Params(fedavg.Params):
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
-    """Split the bundle's network into first layers and last layers.
+    """Return the first state, with the network split into shared layers and layers that devices keep.
 
     Raises:
         ModelError: If the network has no last linear layer, or no other layers.

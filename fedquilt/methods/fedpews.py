@@ -78,7 +78,7 @@ class Params(WarmupParams):
 
 @dataclass(frozen=True)
 class State(NetworkState):
-    """Global model, dependencies between its neurons, and the masks that devices have published."""
+    """Global model, dependencies between its neurons, and the latest mask of each device."""
 
     plan: MaskPlan
     round: int  # rounds with updates so far
@@ -100,7 +100,7 @@ RoundSums: TypeAlias = MaskedSums | WeightedSums  # of a warm-up round, or of a 
 
 
 def init(bundle: core.Bundle, params: WarmupParams, seed: int) -> State:
-    """Return the first state, with the plan of masks that `fedquilt prepare` stored.
+    """Return the first state, with the mask plan that `fedquilt prepare` stored.
 
     Raises:
         ModelError: If `warmup` is not 0 and there is no plan or nothing to mask.
@@ -138,7 +138,7 @@ def full_task_spec(state: State) -> core.TaskSpec:
 
 
 def _mean_mask_of_others(state: State, device: str) -> np.ndarray | None:
-    """Return theta_{g without i} (0.5 in the first round), or None if no other device published a mask."""
+    """Return the mean mask of the other devices, 0.5 at first, or None if they have not published any."""
     if not state.published:
         return np.full(state.plan.neurons, 0.5, np.float32)
     published_masks = [mask for name, mask in sorted(state.published.items()) if name != device]
@@ -164,7 +164,7 @@ def proximal_hooks(task: core.Task) -> core.Hooks:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train mask scores and weights in turn (Eq. 6 and 8), and return a random mask with the weights it covers."""
+    """Train mask scores and weights (FedPeWS, Eq. 6 and 8), and return a random mask with its weights."""
     if not task.params.get("masked"):
         return fedavg.work(task, site, proximal_hooks(task))
     import torch
@@ -207,7 +207,7 @@ def update_weight(state: State, update: core.DeviceUpdate) -> float:
 
 
 def update_schema(state: State) -> core.UpdateSchema:
-    """Return the schema of an update: in the warm-up a mask and the covered entries, later a model."""
+    """Return the schema of an update: a mask and the covered entries in the warm-up, later a model."""
     if not is_warmup(state):
         return local_training.full_model_schema(state)
     count = state.plan.neurons
@@ -217,7 +217,7 @@ def update_schema(state: State) -> core.UpdateSchema:
 
 
 def fold(state: State, accumulator: RoundSums | None, update: core.DeviceUpdate) -> RoundSums:
-    """Return the sums with an update's covered entries (in the warm-up) or whole model added in place.
+    """Return the sums with an update added in place: covered entries in the warm-up, later the model.
 
     Raises:
         UpdateError: If a warm-up update has no mask, or a mask of the wrong size or values.
@@ -259,7 +259,7 @@ def add_covered(
     neurons: np.ndarray,
     published: Mapping[str, np.ndarray],
 ) -> MaskedSums:
-    """Return the sums with a device's covered entries added in place, by its mask `neurons`, (h,).
+    """Return the sums with the entries added in place that a device's mask `neurons`, (h,), covers.
 
     Raises:
         UpdateError: If the entries are not those that the mask covers, or are not finite.
@@ -279,7 +279,7 @@ def add_covered(
 
 
 def step(state: State, total: RoundSums | None) -> State:
-    """Return the state with each entry moved towards its mean over the devices that cover the entry (Eq. 4)."""
+    """Return the state with each covered entry moved to its devices' mean (FedPeWS, Eq. 4)."""
     if total is None or (isinstance(total, WeightedSums) and total.weight == 0):
         return state
     rate = state.params["server_lr"]
@@ -311,7 +311,7 @@ def _step_towards(old: np.ndarray, mean: np.ndarray, rate: float) -> np.ndarray:
 
 
 def explain(state: State) -> list[str]:
-    """Return, after a warm-up round, a sentence with the share of the network that the masks covered, or []."""
+    """Return a sentence on the share of the network that masks covered in a warm-up round, or []."""
     if not state.round or state.round > int(state.params["warmup"]):
         return []
     round_name = f"warm-up round {state.round} of {state.params['warmup']}"

@@ -38,9 +38,9 @@ class Params(fedpews.WarmupParams):
 
 
 def part_index(state: fedpews.State, device: str) -> int:
-    """Return the index of a device's part, from 0: the position in `devices` or, if not listed, a hash of the name."""
-    listed, parts = list(state.params["devices"]), int(state.params["parts"])
-    return (listed.index(device) if device in listed else core.derive_seed("part", device)) % parts
+    """Return the index of a device's part: its position in `devices`, otherwise a hash of its name."""
+    listed_devices, parts = list(state.params["devices"]), int(state.params["parts"])
+    return (listed_devices.index(device) if device in listed_devices else core.derive_seed("part", device)) % parts
 
 
 def device_mask(state: fedpews.State, device: str) -> np.ndarray:
@@ -60,7 +60,7 @@ def send(state: fedpews.State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train the received part. All other weights are 0 and stay 0."""
+    """Train the received part. All other weights are 0, and stay 0 without a mask."""
     if not task.params.get("masked"):
         return fedavg.work(task, site, fedpews.proximal_hooks(task))
     part, cover = _load_part(task, site)
@@ -75,14 +75,14 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 
 def _load_part(task: core.Task, site: core.ClientContext) -> tuple[core.Tensors, Mapping[str, np.ndarray]]:
-    """Return the network with 0 outside the device's part, and the mask of the part in each tensor."""
+    """Return the network with 0 outside the device's part, and by tensor the mask of the part."""
     plan = masks.plan_from_array(site.load("plan")["json"])
     cover = masks.covered_entries(plan, masks.mask_of_equal_part(plan, task.params["part"], task.params["parts"]))
     return masks.restore_masked_tensors(site.load("model"), cover), cover
 
 
 def fold(state: fedpews.State, accumulator: fedpews.RoundSums | None, update: core.DeviceUpdate) -> fedpews.RoundSums:
-    """Return the sums with the device's part (in the warm-up) or the whole model added in place."""
+    """Return the sums with an update added in place: the part in the warm-up, later the model."""
     if not fedpews.is_warmup(state):
         assert not isinstance(accumulator, fedpews.MaskedSums)
         return fedpews.fold_full_model(state, accumulator, update)

@@ -31,23 +31,27 @@ from fedquilt.methods._prototypes import Params, State
 
 
 def fold(state: State, accumulator: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
-    """Add an update's prototypes to the sums, weighted by the examples of each class."""
+    """Return the sums with an update's prototypes added, weighted by the examples of each class."""
     _prototypes.validate_update(state, update)
-    sent, accumulator = update.bundles["prototypes"], accumulator or WeightedSums()
-    examples = sent["examples"].astype(np.float64)
-    weighted = {"prototypes": sent["prototypes"] * examples[:, None], "examples": examples}
+    prototypes, accumulator = update.bundles["prototypes"], accumulator or WeightedSums()
+    examples = prototypes["examples"].astype(np.float64)
+    weighted = {"prototypes": prototypes["prototypes"] * examples[:, None], "examples": examples}
     return WeightedSums(exact_sums.add_arrays(accumulator.total, weighted), accumulator.weights.add_numbers(1.0))
 
 
 def step(state: State, total: WeightedSums | None) -> State:
-    """Average the prototypes of each class over the devices (Eq. 6)."""
+    """Return the state with the mean prototype of each class over the devices (FedProto, Eq. 6)."""
     if total is None or total.weight == 0:
         return state
     sums = exact_sums.rounded_values(total.total)
     counts = sums["examples"][:, None]
-    means = (sums["prototypes"] / np.maximum(counts, 1)).astype(np.float32)
-    known = np.maximum(state.known, (counts[:, 0] > 0).astype(np.uint8))
-    return replace(state, prototypes=np.where(counts > 0, means, np.asarray(state.prototypes)), known=known)
+    mean_prototypes = (sums["prototypes"] / np.maximum(counts, 1)).astype(np.float32)
+    has_prototype = np.maximum(state.has_prototype, (counts[:, 0] > 0).astype(np.uint8))
+    return replace(
+        state,
+        prototypes=np.where(counts > 0, mean_prototypes, np.asarray(state.prototypes)),
+        has_prototype=has_prototype,
+    )
 
 
 METHOD = core.Method(

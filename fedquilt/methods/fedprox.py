@@ -24,7 +24,7 @@ class Params(fedavg.Params):
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
-    """Train with the gradient of the proximal term, mu * (w - w_t), added (Eq. 2)."""
+    """Train with the proximal term's gradient, mu * (w - w_t), added (FedProx, Eq. 2)."""
     mu = task.params["mu"]
     proximal_hooks = Hooks(correct_gradient=lambda gradient, value, anchors: gradient + mu * (value - anchors["start"]))
     return fedavg.work(task, site, proximal_hooks)

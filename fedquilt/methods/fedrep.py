@@ -41,14 +41,14 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class State(NetworkState):
-    """Shared tensors as `model`, first values of devices' own tensors, and frozen tensors."""
+    """Shared tensors as `model`, first values of the tensors that devices keep, and frozen tensors."""
 
     own: dict[str, np.ndarray]
     backbone: dict[str, np.ndarray]  # frozen network around the adapters; {}: no adapters
 
 
 def split_state(initial: NetworkState, private_names: Collection[str]) -> State:
-    """Return FedRep's state, in which the tensors named in `private_names` stay on the devices."""
+    """Return a state in which the tensors named in `private_names` stay on the devices."""
     shared = {name: array for name, array in initial.model.items() if name not in private_names}
     private = {name: array for name, array in initial.model.items() if name in private_names}
     return State(**vars(replace(initial, model=shared)), own=private, backbone={})
@@ -71,7 +71,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def load_device_network(site: core.ClientContext) -> dict[str, np.ndarray]:
-    """Return the received tensors and the device's own tensors, which before the first training are the job's."""
+    """Return the received tensors and the device's own ones, before the first training the job's."""
     initial_own = site.load("own")
     tensors.require_matching(
         site.private_state, {name: initial_own[name] for name in initial_own if name in site.private_state}
@@ -80,7 +80,7 @@ def load_device_network(site: core.ClientContext) -> dict[str, np.ndarray]:
 
 
 def split_result(client_result: core.ClientResult, shared: Collection[str]) -> core.ClientResult:
-    """Return the result with the tensors in `shared` to send and the others kept on the device."""
+    """Return the result that sends the tensors in `shared` and keeps all others on the device."""
     model = client_result.bundles["model"]
     shared_tensors = {name: model[name] for name in sorted(shared)}
     return replace(
@@ -109,7 +109,7 @@ def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
 
 
 def result(state: State) -> core.Artefact:
-    """Return the shared tensors with the job's first values of other tensors, named by `meta["private"]`."""
+    """Return the shared tensors and initial values of all others, which `meta["private"]` lists."""
     model, private = {**state.own, **state.model}, sorted(state.own.keys() - state.model.keys())
     if state.backbone:
         model = fedlora.merged_model(
@@ -119,7 +119,7 @@ def result(state: State) -> core.Artefact:
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> State:
-    """Return the first state: the representation as shared tensors, and the head as devices' own tensors.
+    """Return the first state, with the representation shared and the head kept by devices.
 
     Raises:
         JobError: If `head` and `rank` are both given.
@@ -157,7 +157,7 @@ def fedrep_task_spec(state: State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train the head, then the representation, and send the representation (Algorithm 1)."""
+    """Train the head, then the representation, and send the representation (FedRep, Algorithm 1)."""
     head, model, steps = set(site.load("own")), load_device_network(site), 0.0
     body = model.keys() - head
     frozen, adapters = fedlora.load_backbone(task, site, {})

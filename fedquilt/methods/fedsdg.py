@@ -73,7 +73,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Params:
-    """FedSDG's parameters. Parameters without a value are those of the preset.
+    """FedSDG's parameters. The preset gives the values of parameters that are None.
 
     `aggregation` is "aligned" for Eq. 10, "others" for the softmax of the cosines between a device's adapters and the
     mean of all others, or "mean" for equal weights.
@@ -115,7 +115,7 @@ class State(fedlora.State):
     """Shared part as `model`, the frozen backbone, and log sentences on the last round."""
 
     seed: int
-    told: tuple[str, ...] = ()
+    log: tuple[str, ...] = ()
 
 
 # -- on the coordinator ---------------------------------------------------------------------------
@@ -139,12 +139,12 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def fold(state: State, collected: CollectedUpdates | None, update: core.DeviceUpdate) -> CollectedUpdates:
-    """Return the collected changes of the shared part with an update's, for up to `most` devices in a round."""
+    """Return the collected updates with a device's change added, for up to `most` devices in a round."""
     return collect_update(collected, update, "delta", state.model, state.params["most"], state.seed)
 
 
 def step(state: State, total: CollectedUpdates | None) -> State:
-    """Return the state with the changes added to the shared part, weighted by alignment (Eq. 10 and 11)."""
+    """Return the state with the changes added, weighted by alignment (FedSDG, Eq. 10 and 11)."""
     if total is None:
         return state
     devices = sorted(total.updates)
@@ -158,13 +158,13 @@ def step(state: State, total: CollectedUpdates | None) -> State:
         notes.append("no change agreed with the mean change, so the plain mean was used")
     elif excluded_devices := [device for device, share in zip(devices, shares, strict=True) if share == 0]:
         notes.append(f"excluded because their change opposes the mean change: {', '.join(excluded_devices)}")
-    return replace(state, model=tensors.cast_like(model, state.model), told=tuple(notes))
+    return replace(state, model=tensors.cast_like(model, state.model), log=tuple(notes))
 
 
 def aggregation_weights(deltas: Sequence[core.Tensors], rule: str) -> tuple[np.ndarray, bool]:
     """Return the weights of the changes, (n,), and whether any change agrees with the mean.
 
-    The weights of "aligned" (Eq. 10) fall short of a sum of 1 by less than EPS / MIN_ALIGNMENT.
+    The weights of "aligned" (FedSDG, Eq. 10) sum to slightly less than 1, by at most EPS / MIN_ALIGNMENT.
     """
     count = len(deltas)
     equal_weights = np.full(count, 1.0 / count)
@@ -192,7 +192,7 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def result(state: State) -> core.Artefact:
-    """Return the network with the shared adapters merged in. `meta["private"]` names devices' tensors."""
+    """Return the network with the shared adapters merged. `meta["private"]` lists devices' tensors."""
     adapter_sites = fedlora.adapted_layers(state.network)
     # A device's own branch changes the weights of all adapted layers.
     private = {f"{layer}.weight" for site in adapter_sites for layer in site.layers}
@@ -205,7 +205,7 @@ def result(state: State) -> core.Artefact:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train the shared part, the own branch and the gates (Eq. 5 to 8), and send the change (Eq. 9)."""
+    """Train shared part, own branch and gates (FedSDG, Eq. 5 to 8), and send the change (Eq. 9)."""
     backbone, received = site.load("backbone"), site.load("model")
     branch = load_own_branch(task, site, backbone)
     client_result = local_training.train_from(
@@ -239,7 +239,7 @@ def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
 
 
 def _load_evaluation_branch(task: core.Task, site: core.ClientContext, backbone: core.Tensors) -> core.Tensors:
-    """Return the device's branch and gates, with all gates shut if the device has never trained."""
+    """Return the device's branch and gates. Before the first training, all gates are shut."""
     # The branch of a device that has never trained is noise.
     branch = load_own_branch(task, site, backbone)
     if site.private_state:
@@ -273,13 +273,13 @@ def load_own_branch(task: core.Task, site: core.ClientContext, backbone: core.Te
 
 
 def layers_by_gate(task: core.Task) -> tuple[lora.AdapterSite, ...]:
-    """Return the adapted layers, grouped by gate."""
+    """Return the adapted layers in groups, one for each gate."""
     adapter_sites = lora.sites_from_json(task.params["places"])
     return lora.split_by_layer(adapter_sites) if task.params["gates"] == "layer" else adapter_sites
 
 
 def make_branch_hooks(task: core.Task, received: core.Tensors, branch: core.Tensors) -> core.Hooks:
-    """Return hooks that insert both branches, with learning rates and the penalty of Eq. 5."""
+    """Return hooks that insert both branches, with learning rates and penalty (FedSDG, Eq. 5)."""
     sites, params = layers_by_gate(task), task.params
 
     def prepare(module: Any) -> Any:
@@ -313,7 +313,7 @@ def make_branch_hooks(task: core.Task, received: core.Tensors, branch: core.Tens
 
 
 def _gate_metrics(task: core.Task, branch: core.Tensors) -> dict[str, float]:
-    """Return the openness of each gate, 0 to 1, as metrics "gate.00" and so on, if the job reports them."""
+    """Return the openness of each gate, 0 to 1, as metrics "gate.00" and so on, or {} if not reported."""
     if not task.params["tell_gates"]:
         return {}
     openness = lora.gate_openness(branch, layers_by_gate(task))
@@ -332,7 +332,7 @@ METHOD = replace(
     aggregation=core.Aggregation(fold, schema=lambda state: core.UpdateSchema({"delta": state.model})),
     step=step,
     result=result,
-    explain=lambda state: state.told,
+    explain=lambda state: state.log,
     personal_model=personal,
     traits=replace(
         fedlora.METHOD.traits,

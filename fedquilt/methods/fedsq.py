@@ -63,7 +63,7 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class State(NetworkState):
-    """Trained tensors of w_QK as `model`, and the frozen pre-trained network w_SK."""
+    """Tensors of the trained copy w_QK as `model`, and the frozen pre-trained network w_SK."""
 
     frozen: dict[str, np.ndarray]  # w_SK, whole
 
@@ -99,7 +99,7 @@ def is_trained(trained: list[str], name: str) -> bool:
 
 
 def require_separable(register: TensorRegister) -> None:
-    """Raise ModelError if a tensor is shared, or is a running statistic outside batch norm."""
+    """Raise ModelError if modules share a tensor, or a running statistic is not one of batch norm."""
     for entry in register.tensors:
         if entry.aliases:
             raise core.ModelError(
@@ -114,7 +114,7 @@ def require_separable(register: TensorRegister) -> None:
 
 
 def tensors_to_send(initial: NetworkState, trained: list[str], bn: str) -> dict[str, np.ndarray]:
-    """Return the trained modules' tensors, with batch norm statistics only if bn is "train"."""
+    """Return the trained modules' tensors, and their batch norm statistics if `bn` is "train"."""
     entries = [entry for entry in initial.register.tensors if is_trained(trained, entry.name)]
     names = [
         trained_entry.name
@@ -125,7 +125,7 @@ def tensors_to_send(initial: NetworkState, trained: list[str], bn: str) -> dict[
 
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
-    """Return the task spec to train the trained tensors of w_QK. The frozen w_SK is sent once.
+    """Return the task spec to train the tensors of w_QK. The frozen copy w_SK is sent once.
 
     With a cache the frozen part runs only in a device's first round, once for each example. Without a cache w_SK runs
     in every epoch. The prediction ignores `cache_mb`, because only the device knows the size of its examples.
@@ -151,7 +151,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train w_QK under the gates of w_SK, with cached features and gates if they fit."""
+    """Train the copy w_QK, gated by the frozen copy w_SK, with cached features and gates if they fit."""
     received, copies = site.load("model"), _Copies(task, site)
     examples, start, hooks, cached_bytes = copies.prepare_run(received, site.train, "train")
     trained_names = {f"qk.{name}" for name in copies.dual.trained}
@@ -175,7 +175,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
-    """Evaluate the trained weights w_QK on the held-out examples, with gates computed by the frozen weights w_SK."""
+    """Evaluate the trained copy w_QK, gated by the frozen copy w_SK, on the held-out examples."""
     if not len(site.held_out):
         return core.EvaluationSums(examples=0)
     examples, start, hooks, _ = _Copies(task, site).prepare_run(site.load("model"), site.held_out, "held")
@@ -192,7 +192,7 @@ def result(state: State) -> core.Artefact:
 
 
 class _Copies:
-    """Both copies of a task's network on the device."""
+    """Frozen and trained copy of the network (`dual_copy`), with a cache of the frozen copy's outputs."""
 
     def __init__(self, task: core.Task, site: core.ClientContext) -> None:
         from fedquilt.models.partial import dual_copy  # torch
@@ -207,7 +207,7 @@ class _Copies:
     def prepare_run(
         self, received: core.Tensors, examples: core.Examples, split: str
     ) -> tuple[core.Examples, core.Tensors, core.Hooks, int]:
-        """Return examples, tensors and hooks for the engine, and the size of cached features in bytes, 0 without."""
+        """Return examples, tensors and hooks for the engine, and the bytes of cached features (0 if none)."""
         tensors.require_matching(received, {name: self._frozen[name] for name in received if name in self._frozen})
         quantitative = {f"qk.{name}": received.get(name, self._frozen[name]) for name in self.dual.names}
         metadata = None if self._task.params["cache"] == "off" else self._find_or_cache_rows(examples, split)
@@ -220,7 +220,7 @@ class _Copies:
         return core.Examples(rows, examples.y), quantitative, hooks, metadata.rows * layout.row_bytes
 
     def _find_or_cache_rows(self, examples: core.Examples, split: str) -> output_cache.CacheMetadata | None:
-        """Return the metadata of the cached rows, which are computed if missing, or None if they do not fit."""
+        """Return the metadata of cached outputs, computed if missing, or None if they exceed the cache."""
         folder, params = self._site.cache, self._task.params
         key = self._make_cache_key(examples)
         if (metadata := output_cache.find_complete_rows(folder, split, key, len(examples))) is not None:

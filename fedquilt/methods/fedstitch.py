@@ -116,7 +116,7 @@ def init(bundle: Bundle, params: SearchParams, seed: int) -> SearchState:
 
 
 def send(state: SearchState, device: DeviceView) -> TaskSpec | None:
-    """Return the task spec of the current phase, or None if the device has already contributed to the phase."""
+    """Return the task spec of the current phase, or None if the device has contributed to the phase."""
     from fedquilt.models.stitching.search import ranking  # the wheel for boards lacks it
 
     match state.phase:
@@ -137,7 +137,7 @@ def send(state: SearchState, device: DeviceView) -> TaskSpec | None:
 
 
 def step(state: SearchState, total: Accumulator | None) -> SearchState:
-    """Return the state with the sums of a round, and in the next phase if the phase is complete."""
+    """Return the state with the sums of a round, in the next phase if this one is complete."""
     if total is None or (isinstance(total, ExactMomentSums | CorrectCounts) and not total.devices):
         if state.phase == "score" and state.ballots:
             return replace(steps.close_vote(state), turn=state.turn + 1)
@@ -203,7 +203,6 @@ def result(state: SearchState, candidate: int | None = None) -> Artefact:
 
 
 def _solve_junctions_and_grow(state: SearchState, sums: tuple[RegressionMoments, ...]) -> SearchState:
-    """Return the state with the winners' junctions, solved from the sums, and the paths that they extend."""
     assert state.current is not None
     junctions = {}
     for name, junction_moments in zip(steps.winners_needing_junction(state), sums, strict=True):
@@ -236,7 +235,7 @@ def _add_correct_counts(state: SearchState, total: CorrectCounts) -> SearchState
 
 
 def _is_phase_complete(state: SearchState, seen_before: tuple[str, ...]) -> bool:
-    """Return whether all devices, some seen before the round, have contributed, or the phase has used its rounds."""
+    """Return whether all devices of earlier rounds have contributed, or the phase has used its rounds."""
     # The number of devices is unknown, so a phase can also end with a round that selects no new device.
     if state.subround >= state.params.head_rounds:
         return True
@@ -245,7 +244,6 @@ def _is_phase_complete(state: SearchState, seen_before: tuple[str, ...]) -> bool
 
 
 def _close_gather_or_validation(state: SearchState) -> SearchState:
-    """Return the state in the next phase: with solved candidates after "gather", or "done" after "validate"."""
     from fedquilt.models.stitching.search import ranking  # the wheel for boards lacks it
 
     if state.phase == "validate":
@@ -289,7 +287,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
 
 
 def check(task: Task, site: ClientContext) -> EvaluationSums:
-    """Evaluate the chosen network on the held-out examples, or none before there is one."""
+    """Evaluate the chosen network on the held-out examples. Before the choice, no example is evaluated."""
     if task.params["phase"] != "done":
         return EvaluationSums(examples=0)
     return moments.evaluate_candidate(msgspec.convert(task.params, moments.CountRequest), site)

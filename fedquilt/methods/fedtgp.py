@@ -40,11 +40,11 @@ class Params(_prototypes.Params):
 
 @dataclass(frozen=True)
 class State(_prototypes.State):
-    """FedProto's state, with the vectors v and the layers of F, and log sentences on the last round."""
+    """FedProto's state with the vectors v and layers of the generator F, and log sentences on the round."""
 
     generator: dict[str, np.ndarray]  # "v" (classes, d), "w1" and "w2" (d, d), "b1" and "b2" (d,)
     seed: int
-    told: tuple[str, ...] = ()
+    log: tuple[str, ...] = ()
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> State:
@@ -60,19 +60,19 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
 
 
 def fold(state: State, collected: CollectedUpdates | None, update: core.DeviceUpdate) -> CollectedUpdates:
-    """Collect an update's prototypes, for up to `most` devices in a round."""
+    """Return the collected updates with a device's prototypes added, for up to `most` devices."""
     _prototypes.validate_update(state, update)
     shapes = _prototypes.update_schema(state).bundles["prototypes"]
     return robust.collect_update(collected, update, "prototypes", shapes, state.params["most"], state.seed)
 
 
 def step(state: State, total: CollectedUpdates | None) -> State:
-    """Train the global prototypes on those of the devices."""
+    """Return the state with global prototypes trained on those of the devices."""
     if total is None:
         return state
     updates = [total.updates[device] for device in sorted(total.updates)]
-    classes = np.concatenate([np.flatnonzero(sent["examples"]) for sent in updates])
-    prototypes = np.concatenate([sent["prototypes"][sent["examples"] > 0] for sent in updates]).astype(np.float64)
+    classes = np.concatenate([np.flatnonzero(bundle["examples"]) for bundle in updates])
+    prototypes = np.concatenate([bundle["prototypes"][bundle["examples"] > 0] for bundle in updates]).astype(np.float64)
     margin = min(largest_gap(prototypes, classes), state.params["margin"])
     generator = {name: np.asarray(array, np.float64) for name, array in state.generator.items()}
     rng, size, rate = (
@@ -91,19 +91,19 @@ def step(state: State, total: CollectedUpdates | None) -> State:
         state,
         generator=trained,
         prototypes=generate_prototypes(generator)[1].astype(np.float32),
-        known=np.ones(len(state.known), np.uint8),
-        told=tuple(total.left_out_note("devices' prototypes")),
+        has_prototype=np.ones(len(state.has_prototype), np.uint8),
+        log=tuple(total.left_out_note("devices' prototypes")),
     )
 
 
 def largest_gap(prototypes: np.ndarray, classes: np.ndarray) -> float:
     """Return the largest distance between two classes' mean prototypes, or 0 with a single class."""
-    means = np.stack([prototypes[classes == label].mean(axis=0) for label in np.unique(classes)])
-    return float(np.linalg.norm(means[:, None] - means[None], axis=2).max())
+    mean_prototypes = np.stack([prototypes[classes == label].mean(axis=0) for label in np.unique(classes)])
+    return float(np.linalg.norm(mean_prototypes[:, None] - mean_prototypes[None], axis=2).max())
 
 
 def generate_prototypes(generator: core.Tensors) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hidden layer of F, (classes, d), and the global prototypes, (classes, d)."""
+    """Return the generator's hidden layer, (classes, d), and the global prototypes, (classes, d)."""
     hidden = np.maximum(generator["v"] @ generator["w1"].T + generator["b1"], 0)
     return hidden, hidden @ generator["w2"].T + generator["b2"]
 
@@ -111,7 +111,7 @@ def generate_prototypes(generator: core.Tensors) -> tuple[np.ndarray, np.ndarray
 def contrastive_gradients(
     generator: core.Tensors, prototypes: np.ndarray, classes: np.ndarray, margin: float
 ) -> dict[str, np.ndarray]:
-    """Return the gradients of the mean loss of a mini-batch of prototypes, (n, d), and their classes, (n,)."""
+    """Return the gradients, by name, of the mean loss of prototypes, (n, d), with classes, (n,)."""
     hidden, centers = generate_prototypes(generator)
     differences = centers[None] - prototypes[:, None]  # (n, classes, d)
     distances = np.sqrt(np.maximum(np.square(differences).sum(axis=2), 1e-12))
@@ -143,6 +143,6 @@ METHOD = core.Method(
     aggregation=core.Aggregation(fold, schema=_prototypes.update_schema, check_update=_prototypes.validate_update),
     step=step,
     result=_prototypes.result,
-    explain=lambda state: state.told,
+    explain=lambda state: state.log,
     traits=replace(_prototypes.TRAITS, per_device_data="prototypes of `most` devices, on which the global ones train"),
 )

@@ -72,7 +72,7 @@ class OrderedDropoutHooks:
         return module
 
     def unit_mask(self, groups: tuple[str, ...], repeat: int) -> np.ndarray:
-        """Return a float32 mask, (inputs,), with 1 for units in use. Each unit of `groups` has `repeat` inputs."""
+        """Return a float32 mask, (inputs,), with 1 for used units. Each unit of `groups` has `repeat` inputs."""
         parts = []
         for name in groups:
             full_count = self._plan.widths.get(name)
@@ -84,7 +84,6 @@ class OrderedDropoutHooks:
         return np.repeat(np.concatenate(parts), repeat).astype(np.float32)
 
     def _make_statistics_hook(self, momentum: float | None) -> Any:
-        """Return a hook that lets batch norm change its running statistics only at the largest width."""
         # Only steps at p_max change running statistics. A larger momentum compensates for the skipped steps.
         adjusted_momentum = momentum if momentum is None else 1 - (1 - momentum) ** len(self._widths)
 
@@ -94,8 +93,6 @@ class OrderedDropoutHooks:
         return hook
 
     def _make_input_mask_pre_hook(self, groups: tuple[str, ...], repeat: int) -> Any:
-        """Return a hook that sets dropped units in a layer's input to 0 in training, below the largest width."""
-
         def hook(layer: Any, inputs: tuple[Any, ...]) -> Any:
             if self.width == self._max_width or not layer.training:
                 return None

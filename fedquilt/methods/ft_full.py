@@ -40,7 +40,7 @@ def limit_by_memory(
         task_spec: Task spec with FedAvg's prediction.
         state: State with the parameters and the bytes of an example.
         device: Device with its memory budget, if reported.
-        engines: Engines that can run the task. Their own memory counts too.
+        engines: Engines that can run the task. Memory includes that of the engine.
         predicted_examples: Number of examples in FedAvg's prediction.
     """
     extra_examples = max(0, (state.params["at_once"] or state.params["batch"]) - predicted_examples)

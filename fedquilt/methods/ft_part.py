@@ -30,7 +30,7 @@ class Params(ft_full.Params):
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> fedrep.State:
-    """Return the first state: frozen first layers as devices' own tensors, and trained last layers as shared ones.
+    """Return the first state, with the last layers as shared tensors and frozen first layers.
 
     Raises:
         ModelError: If the network has no last linear layer.
@@ -40,10 +40,10 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> fedrep.State:
 
 
 def last_layer_tensors(initial: NetworkState, count: int) -> set[str]:
-    """Return the names of the tensors of the last `count` layers, with the statistics of their normalisations.
+    """Return the tensor names of the last `count` layers, of which the classifier is the last.
 
     Raises:
-        ModelError: If the network has no last linear layer, which is the last of the layers.
+        ModelError: If the network has no last linear layer.
     """
     layers, head = initial.register.parameters_by_layer(), initial.register.find_classifier()
     if head is None:
@@ -64,7 +64,7 @@ def send(state: fedrep.State, device: core.DeviceView) -> core.TaskSpec | None:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train the last layers in the frozen network, and return a result that sends only the last layers."""
+    """Train the last layers on the frozen ones, and return a result that sends only the last layers."""
     model = site.load("model")
     start = {**site.load("own"), **model}
     client_result = local_training.train_from(

@@ -87,7 +87,7 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class State(NetworkState):
-    """The job's first weights as `model`, clusters of devices, and the layers that each cluster has received."""
+    """The job's initial weights as `model`, clusters of devices, and the layers that each cluster shares."""
 
     seed: int
     units: dict[str, tuple[str, ...]]  # layer -> names of its tensors
@@ -118,7 +118,7 @@ class State(NetworkState):
 
 @dataclass(frozen=True)
 class GeneFLSums:
-    """Sums of a round by cluster, and the fingerprints received."""
+    """Sums of the received layers by cluster, and the fingerprints received in a round."""
 
     fingerprints: Mapping[str, np.ndarray]
     totals: Mapping[str, Mapping[str, exact_sums.ExactSum]]  # cluster -> tensor -> sum over devices
@@ -140,7 +140,7 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
 def layer_units(register: TensorRegister) -> dict[str, tuple[str, ...]]:
     """Return the parameter names of each layer. Parameters around layers belong to the first layer inside.
 
-    A gain of one number would otherwise always have one of the smallest scores, and would be the last layer shared.
+    As a layer of its own, a gain of a single number would nearly always have one of the smallest scores.
     """
     parameters = register.parameters_by_layer()
     units = {layer: list(names) for layer, names in parameters.items()}
@@ -155,7 +155,7 @@ def layer_units(register: TensorRegister) -> dict[str, tuple[str, ...]]:
 
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec | None:
-    """Return the task spec for a fingerprint (Eq. 11), or to train with the cluster's layers."""
+    """Return the task spec for a fingerprint (GENE-FL, Eq. 11), or to train with the cluster's layers."""
     cluster = state.assigned.get(device.device)
     if cluster is None:
         if device.device in state.fingerprints:
@@ -184,7 +184,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec | None:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Return a fingerprint (Eq. 11), or train the device's model (Eq. 4 to 8) and send its learnGene (Eq. 9)."""
+    """Return a fingerprint (GENE-FL, Eq. 11), or the learnGene of a trained model (Eq. 4 to 9)."""
     params = task.params
     if params["ask"] == "fingerprint":
         examples = _sample_examples(site, params["fingerprint_samples"])
@@ -219,7 +219,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
-    """Evaluate the device's model on the held-out examples, or nothing before the clustering."""
+    """Evaluate the device's model on the held-out examples. Before the clustering, none is evaluated."""
     if task.params["ask"] == "fingerprint":
         return core.EvaluationSums(examples=0)
     return site.engine.evaluate(
@@ -243,7 +243,7 @@ def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
 def _load_received_layers(
     task: core.Task, site: core.ClientContext
 ) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, ...]]]:
-    """Return the received model, and the tensor names of each layer in it."""
+    """Return the received model, and the names of its tensors by layer."""
     model, parts = dict(site.load("statistics")), {}
     for layer in task.params["all"]:
         part = site.load(PREFIX + layer)
@@ -268,7 +268,7 @@ def _sample_examples(site: core.ClientContext, max_count: int) -> core.Examples:
 def _find_elastic_gene(
     task: core.Task, site: core.ClientContext, previous: core.Tensors, received: core.Tensors, bound_names: list[str]
 ) -> dict[str, np.ndarray]:
-    """Return el of Eq. 6: the device's value where the scaled Fisher value is below gamma, else the cluster's."""
+    """Return el of GENE-FL's Eq. 6: device values of low Fisher information, otherwise cluster values."""
     if not (bound_names and task.params["elastic"]):
         return {name: previous[name] for name in bound_names}
     examples = _sample_examples(site, task.params["fisher_samples"])
@@ -283,7 +283,6 @@ def _find_elastic_gene(
 
 
 def _count_held_correct(task: core.Task, site: core.ClientContext, model: core.Tensors) -> dict[str, float]:
-    """Return the metrics "held_correct" and "held_examples", or {} without held-out examples."""
     evaluation = site.engine.evaluate(task.params["network"], model, site.held_out)
     metric = metrics.main_metric(evaluation)
     if metric is None:
@@ -295,7 +294,7 @@ def _count_held_correct(task: core.Task, site: core.ClientContext, model: core.T
 
 
 def fold(state: State, accumulator: GeneFLSums | None, update: core.DeviceUpdate) -> GeneFLSums:
-    """Return the sums with a learnGene added to its cluster's, or with a further fingerprint.
+    """Return the sums with a learnGene added to those of its cluster, or with another fingerprint.
 
     Raises:
         UpdateError: If the update has a wrong number of layers, wrong tensors or an impossible accuracy.
@@ -351,7 +350,7 @@ def rebase(state: State, earlier: State, update: core.DeviceUpdate, weight: floa
 
 
 def step(state: State, total: GeneFLSums | None) -> State:
-    """Return the state with clustered fingerprints (Eq. 12), or with mean layers by cluster (Eq. 10) and a new L_t."""
+    """Return the state with clusters of devices, or with mean layers by cluster (GENE-FL, Eq. 12 and 10)."""
     if total is None:
         return state
     if state.phase == "fingerprint":
@@ -386,7 +385,6 @@ def _cluster_fingerprints(state: State, total: GeneFLSums) -> State:
 
 
 def _assign_to_clusters(state: State, fingerprints: Mapping[str, np.ndarray]) -> State:
-    """Return the state with new devices in the nearest cluster, whose centre moves to the members' mean (Eq. 12)."""
     centres, members, assigned = list(state.centres), list(state.members), dict(state.assigned)
     for device in sorted(fingerprints):
         assigned[device] = subspaces.assign_to_nearest(fingerprints[device], centres, members)
@@ -394,7 +392,6 @@ def _assign_to_clusters(state: State, fingerprints: Mapping[str, np.ndarray]) ->
 
 
 def _average_layers_by_cluster(state: State, total: GeneFLSums) -> State:
-    """Return the state with the mean of each cluster's received layers (Eq. 10). Other layers are unchanged."""
     clusters, genes = list(state.clusters), list(state.genes)
     for key, counts in total.counts.items():
         k, sums = int(key), total.totals[key]
@@ -412,7 +409,7 @@ def _average_layers_by_cluster(state: State, total: GeneFLSums) -> State:
 
 
 def _shrink_gene_if_accurate(state: State, total: GeneFLSums) -> State:
-    """Return the state after a round. Every `shrink_every` rounds, L_t falls by one unless the accuracy has fallen."""
+    """Return the state after a round, with fewer layers to send if `shrink_every` rounds kept accuracy."""
     if not total.counts:
         return state  # no device trained
     examples = float(total.held_examples)
@@ -429,7 +426,7 @@ def _shrink_gene_if_accurate(state: State, total: GeneFLSums) -> State:
 
 
 def explain(state: State) -> list[str]:
-    """Return sentences on the number of fingerprints, or on each cluster's size and shared layers."""
+    """Return sentences on the number of fingerprints, or on the size and layers of each cluster."""
     if state.phase == "fingerprint":
         return [f"{len(state.fingerprints)} fingerprints so far"] if state.fingerprints else []
     sizes = f"{len(state.members)} clusters of {', '.join(map(str, state.members))} devices"
@@ -438,7 +435,7 @@ def explain(state: State) -> list[str]:
 
 
 def result(state: State) -> core.Artefact:
-    """Return each cluster's shared layers as tensors "0/conv1.weight" and so on, without a network."""
+    """Return each cluster's shared layers, without a network, as tensors such as "0/conv1.weight"."""
     layer_tensors = {}
     for k, cluster in enumerate(state.clusters):
         layer_tensors.update({f"{k}/{name}": array for part in cluster.values() for name, array in part.items()})

@@ -59,7 +59,7 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class HeteroFLSums:
-    """Sums of a round: shared entries, and batch norm statistics of each narrower part."""
+    """Sums of a round: entries of the model, and batch norm statistics of each narrower part."""
 
     entries: WeightedEntrySums
     widths: Mapping[str, WeightedEntrySums]
@@ -92,7 +92,7 @@ def initial_width_state(bundle: core.Bundle, params: Any, seed: int) -> State:
 
 
 def initial_statistics(state: State, parts: Mapping[float, TensorCut]) -> dict[str, dict[str, np.ndarray]]:
-    """Return the first batch norm statistics of each narrower part by rate, cut from the whole network's."""
+    """Return the first batch norm statistics of each narrower part, by rate, from the whole network."""
     names = [entry.name for entry in state.register.tensors if entry.normalises and entry.kind != "parameter"]
     return {
         f"{rate:g}": width_parts.cut_tensors(state.model, {name: places[name] for name in names})
@@ -105,12 +105,12 @@ def initial_statistics(state: State, parts: Mapping[float, TensorCut]) -> dict[s
 
 
 def leading_places(state: State, rate: float) -> TensorCut:
-    """Return the indices of the leading units in each tensor at a rate."""
+    """Return the indices of the leading units in each tensor, at a rate."""
     return width_parts.unit_indices_by_tensor(state.plan, state.model, width_parts.leading_units(state.plan, rate))
 
 
 def canonical_rate(widths: Collection[int], rates: Sequence[float], rate: float) -> float:
-    """Return the largest of `rates` and 1 that leaves as many units in each group (of `widths` units) as `rate`."""
+    """Return the largest of `rates` and 1 that leaves as many of each group's `widths` units as `rate`."""
 
     def unit_counts(rate: float) -> list[int]:
         return [width_parts.unit_count(width, rate) for width in widths]
@@ -143,7 +143,7 @@ def device_rate(state: State, device: core.DeviceView) -> float:
 
 
 def places_by_rate(state: State) -> dict[float, TensorCut]:
-    """Return the indices of the leading units in each tensor, by the rate of each part that can be sent."""
+    """Return the indices of the leading units in each tensor for each part, by the part's rate."""
     rates, widths = state.params["rates"], state.plan.widths.values()
     return {
         rate: leading_places(state, rate) for rate in sorted({canonical_rate(widths, rates, rate) for rate in rates})
@@ -160,7 +160,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def with_training_round(state: State, task_spec: core.TaskSpec) -> core.TaskSpec:
-    """Return the task spec with the number of statistics rounds, which a schedule does not count."""
+    """Return the task spec with the number of statistics rounds, which the learning rate ignores."""
     return replace(task_spec, params={**task_spec.params, "settled": state.settled})
 
 
@@ -173,7 +173,7 @@ def make_width_hooks(task: core.Task, site: core.ClientContext, *, scaled: bool 
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train the device's part, without the classes that the device lacks, or gather batch norm statistics."""
+    """Train the device's part on the classes that the device has, or gather batch norm statistics."""
     if "asked" in task.params:
         return gather_statistics(task, site)
     hooks = make_width_hooks(task, site)
@@ -219,7 +219,7 @@ def update_schema(state: State) -> core.UpdateSchema:
 
 
 def fold(state: State, accumulator: HeteroFLSums | None, update: core.DeviceUpdate) -> HeteroFLSums:
-    """Return the sums with a device's part added, without classifier rows of classes that the device lacks."""
+    """Return the sums with a device's part added, except classifier rows of classes it lacks."""
     model = require_sent_model(update)
     rows = reported_classes(state, update) if state.params.get("masked") else None
     return add_part(state, accumulator, model, places_by_rate(state), update.weight, rows)
@@ -273,7 +273,7 @@ def add_part(
 
 
 def reported_classes(state: State, update: core.DeviceUpdate) -> np.ndarray:
-    """Return the numbers of the classes of which a device reports examples.
+    """Return the numbers of the classes that occur in a device's examples.
 
     Raises:
         UpdateError: If the update does not report its classes.
@@ -285,7 +285,7 @@ def reported_classes(state: State, update: core.DeviceUpdate) -> np.ndarray:
 
 
 def step(state: State, total: HeteroFLSums | None) -> State:
-    """Return the state with the mean of each entry over its senders (Eq. 2-5), and of each width's statistics."""
+    """Return the state with the mean of each entry and statistic over its senders (HeteroFL, Eq. 2 to 5)."""
     if total is None:
         return state
     widths = {key: width_parts.average_entries(state.widths[key], sums) for key, sums in total.widths.items()}

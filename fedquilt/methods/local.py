@@ -18,7 +18,7 @@ from fedquilt.models.local_training import NetworkState
 
 @dataclass(frozen=True)
 class State(NetworkState):
-    """First model of all devices as `model`, which never changes."""
+    """Initial model of all devices as `model`, which never changes."""
 
     rounds: int = 0  # rounds that had training
 
@@ -40,7 +40,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 
 def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
-    """Return the device's model, or the job's first model before training."""
+    """Return the device's model, or the job's initial model before training."""
     initial_model = site.load("model")
     if site.private_state:
         tensors.require_matching(site.private_state, initial_model)
@@ -60,12 +60,12 @@ def fold(state: State, accumulator: int | None, update: core.DeviceUpdate) -> in
 
 
 def step(state: State, total: int | None) -> State:
-    """Return the state with the round counted, if any device trained."""
+    """Return the state with one more round, if any device trained."""
     return replace(state, rounds=state.rounds + 1) if total else state
 
 
 def result(state: State) -> core.Artefact:
-    """Return the job's first model. The devices' models never leave them."""
+    """Return the job's initial model. The devices' models never leave them."""
     return local_training.weights_artefact(state.network, state.model, private=sorted(state.model))
 
 

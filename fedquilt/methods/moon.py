@@ -49,7 +49,7 @@ class ContrastiveHooks:
         return module
 
     def penalty(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
-        """Return the contrastive loss mu * l_con of a mini-batch, a scalar (Eq. 3 and 4)."""
+        """Return the mini-batch's contrastive loss mu * l_con, a scalar (MOON, Eq. 3 and 4)."""
         import torch
         from torch.nn import functional as F
 
@@ -87,14 +87,14 @@ def init(bundle: Bundle, params: Params, seed: int) -> NetworkState:
 
 
 def send(state: NetworkState, device: DeviceView) -> TaskSpec:
-    """Return the task spec to train, with two more forward passes if the device has a previous model."""
+    """Return the task spec to train, with two more forward passes if there is a previous model."""
     traits = TRAITS if device.rounds else replace(TRAITS, forward_passes=0)
     task_spec = local_training.training_task_spec(state, {"model": state.model}, traits)
     return replace(task_spec, params={**task_spec.params, "head": state.register.find_classifier()})
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
-    """Train with the contrastive loss if there is a previous model, and store the new model on the device."""
+    """Train with the contrastive loss if there is a previous model. The device keeps the new model."""
     hooks = Hooks()
     if site.private_state:
         contrastive = ContrastiveHooks(task.params["mu"], task.params["temperature"], task.params["head"])

@@ -33,9 +33,9 @@ class Params(fedavg.Params):
 
 
 def convolution_weights(initial: NetworkState) -> list[str]:
-    """Return the weight names of convolutions larger than 1x1 or, if there are none, of matrices except the head's.
+    """Return the weight names of convolutions larger than 1x1, in the network's call order.
 
-    The order is that of the calls in the network. Matrices are weights of linear, attention and recurrent layers.
+    A network without convolutions gives the matrices of linear, attention and recurrent layers, except the head's.
 
     Raises:
         ModelError: If there are neither convolutions nor matrices.
@@ -59,12 +59,12 @@ def convolution_weights(initial: NetworkState) -> list[str]:
 
 
 def last_weights(initial: NetworkState, count: int) -> set[str]:
-    """Return the last `count` names of `convolution_weights`."""
+    """Return the last `count` names in `convolution_weights`."""
     return set(convolution_weights(initial)[-count:]) if count else set()
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
-    """Return the first state, with the last convolutions and all statistics as devices' own tensors."""
+    """Return the first state, in which devices keep the last convolutions and all statistics."""
     initial = fedavg.init(bundle, params, seed)
     shared = set(initial.trained_names()) - last_weights(initial, params.layers)
     return fedrep.split_state(initial, initial.model.keys() - shared)

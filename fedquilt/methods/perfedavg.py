@@ -43,10 +43,10 @@ class Params(fedavg.Params):
 
 
 class MetaStep:
-    """Two steps on each mini-batch, from w to u and from w along the gradient at u (section 5).
+    """Steps on each mini-batch, from the model w to u, then from w along the gradient at u.
 
     The second step starts at u, so that its gradient includes the way back, (u - w) / beta. The anchor "w" is the value
-    of each tensor before the first step.
+    of each tensor before the first step. Source: Per-FedAvg, section 5.
     """
 
     def __init__(self, alpha: float, beta: float) -> None:
@@ -57,7 +57,7 @@ class MetaStep:
         )
 
     def correct(self, gradient: Any, value: Any, anchors: Mapping[str, Any]) -> Any:
-        """Return the gradient of the current step. The second step includes the way back to w."""
+        """Return the gradient of the current step, in the second step with the way back from u to w."""
         if self._is_second_step:
             return gradient + (value - anchors["w"]) / self._beta
         anchors["w"].copy_(value)
@@ -76,7 +76,7 @@ def send(state: NetworkState, device: DeviceView) -> TaskSpec:
 
 
 def with_adaptation(task_spec: TaskSpec, state: NetworkState) -> TaskSpec:
-    """Return the task spec with the cost of the adaptation in an evaluation."""
+    """Return the task spec with the adaptation's cost in its evaluation."""
     epochs = state.params["adapt_epochs"]
     if not epochs or not state.params["alpha"] or task_spec.check is None:
         return task_spec
@@ -95,7 +95,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
 
 
 def check(task: Task, site: ClientContext) -> EvaluationSums:
-    """Evaluate the received model on the held-out examples, after its adaptation to the device's examples."""
+    """Evaluate the received model, adapted to the device's examples, on the held-out examples."""
     model, alpha, epochs = site.load("model"), task.params["alpha"], task.params["adapt_epochs"]
     if alpha and epochs and len(site.train):
         fit = replace(local_training.fit_from_task(task), lr=alpha, epochs=epochs, momentum=0.0, nesterov=False)

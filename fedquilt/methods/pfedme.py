@@ -50,7 +50,7 @@ class Params(fedavg.Params):
 
 
 class MoreauEnvelope:
-    """Training steps of theta, and w as the anchor "w", which moves towards theta."""
+    """Hooks that train the personal model theta, and move the shared model w (an anchor) towards theta."""
 
     def __init__(self, pull: float, inner: int, outer_lr: float) -> None:
         self._pull, self._rate = pull, outer_lr * pull
@@ -75,7 +75,7 @@ class MoreauEnvelope:
                     self._w[name].sub_(self._rate * (self._w[name] - value))
 
     def final_anchor(self, theta: Tensors) -> dict[str, np.ndarray]:
-        """Return w after its last step towards `theta`. Tensors without a w are those of `theta`."""
+        """Return the shared model w after its last step towards `theta`. Tensors without a w are theta's."""
         w = {name: value.cpu().numpy() for name, value in self._w.items()}
         return {
             name: (w[name] - self._rate * (w[name] - array)).astype(array.dtype) if name in w else array
@@ -89,7 +89,7 @@ def send(state: NetworkState, device: DeviceView) -> TaskSpec:
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
-    """Train theta and w together, return w and keep theta on the device."""
+    """Train the personal and the shared model together. The device sends the latter, keeps the former."""
     received = site.load("model")
     envelope = MoreauEnvelope(task.params["pull"], task.params["inner"], task.params["outer_lr"])
     client_result = local_training.train_from(
@@ -100,13 +100,13 @@ def work(task: Task, site: ClientContext) -> ClientResult:
 
 
 def validate_update(state: NetworkState, update: DeviceUpdate) -> None:
-    """Raise UpdateError if an update is invalid for FedAvg, or its weight is not 1."""
+    """Raise UpdateError if an update is invalid for FedAvg, or if its weight is not 1."""
     local_training.require_unit_weight(update)
     fedavg.validate_update(state, update)
 
 
 def fold(state: NetworkState, accumulator: WeightedSums | None, update: DeviceUpdate) -> WeightedSums:
-    """Return the sums with an update added in place, with weight 1. Raise UpdateError if it is invalid."""
+    """Return the sums with an update added in place with weight 1. Raise UpdateError if it is invalid."""
     validate_update(state, update)
     return fedavg.fold(state, accumulator, update)
 

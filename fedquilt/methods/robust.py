@@ -45,7 +45,7 @@ RULES_WITH_ATTACKERS = ("trimmed_mean", "krum", "multi_krum")  # rules that leav
 
 
 def assumed_attackers(share: float, updates: int) -> int:
-    """Return f, the number of updates assumed to be arbitrary."""
+    """Return f, the number of arbitrary updates that the rule assumes."""
     return int(share * updates + 1e-9)
 
 
@@ -78,22 +78,22 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class State(NetworkState):
-    """Global model, and log sentences on the last round."""
+    """Global model, and log sentences on the latest round."""
 
     seed: int
-    told: tuple[str, ...] = ()
+    log: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class CollectedUpdates:
-    """Updates of a round by device, and the number of updates that were left out."""
+    """Updates of a round by device, and the number of updates beyond the limit that were left out."""
 
     updates: Mapping[str, Mapping[str, np.ndarray]]
     left_out: int = 0
     round: int = 0
 
     def left_out_note(self, noun: str) -> list[str]:
-        """Return a sentence if any updates were left out, or []."""
+        """Return a sentence with the number of updates left out, or [] if there are none."""
         if not self.left_out:
             return []
         return [f"{self.left_out} {noun} were left out, because at most {len(self.updates)} are compared"]
@@ -102,9 +102,9 @@ class CollectedUpdates:
 def collect_update(
     collected: CollectedUpdates | None, update: DeviceUpdate, name: str, reference: Tensors, max_updates: int, seed: int
 ) -> CollectedUpdates:
-    """Return the collected updates with a bundle of an update added.
+    """Return the collected updates with the bundle `name` of an update added.
 
-    Beyond `max_updates` updates, a draw by `seed` decides which are kept, whatever the order of arrival.
+    Beyond `max_updates`, a draw by `seed` selects which updates stay, whatever their order of arrival.
 
     Raises:
         UpdateError: If a tensor's name, shape or type differs from `reference`, or a number is out of range.
@@ -122,7 +122,7 @@ def collect_update(
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> State:
-    """Return FedAvg's first state with the seed, which draws the kept updates and the buckets."""
+    """Return FedAvg's first state with the seed that draws updates and buckets."""
     return State(**vars(fedavg.init(bundle, params, seed)), seed=seed)
 
 
@@ -132,7 +132,7 @@ def fold(state: State, collected: CollectedUpdates | None, update: DeviceUpdate)
 
 
 def step(state: State, total: CollectedUpdates | None) -> State:
-    """Return the state with the rule's aggregate, or with the old model if there are too few updates for the rule."""
+    """Return the state with the rule's aggregate, or the same model after too few updates."""
     if total is None:
         return state
     devices, rule, size = sorted(total.updates), state.params["rule"], state.params["bucket"]
@@ -140,7 +140,7 @@ def step(state: State, total: CollectedUpdates | None) -> State:
     notes = total.left_out_note("updates")
     if not tolerates_attackers(rule, len(devices), f, size):
         too_few = f"{len(devices)} updates are too few for {rule} with {f} attackers: the model is unchanged"
-        return replace(state, told=(*notes, too_few))
+        return replace(state, log=(*notes, too_few))
     if rule in RULES_WITH_ATTACKERS and state.params["attackers"] and not f:
         notes.append(f"{rule} left no update out, because {len(devices)} updates are too few to assume an attacker")
     groups = None
@@ -152,13 +152,13 @@ def step(state: State, total: CollectedUpdates | None) -> State:
     merged, sentence = _aggregate_by_rule(state, rows, trained_names, f, row_names)
     other_names = [name for name in state.model if name not in merged]
     model = {**merged, **median(UpdateRows(updates), other_names)}
-    return replace(state, model={name: model[name] for name in state.model}, told=(*notes, *sentence))
+    return replace(state, model={name: model[name] for name in state.model}, log=(*notes, *sentence))
 
 
 def _aggregate_by_rule(
     state: State, rows: UpdateRows, names: list[str], f: int, row_names: list[str]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Return the rule's aggregate of the named tensors, and a sentence on clipped changes or chosen updates, or []."""
+    """Return the rule's aggregate of the named tensors, and a log sentence on the rule's effect, or []."""
     rule, radius = state.params["rule"], state.params["radius"]
     if rule == "trimmed_mean":
         return trimmed_mean(rows, names, f), []
@@ -180,7 +180,7 @@ def _aggregate_by_rule(
 
 
 class UpdateRows:
-    """Updates of a round, or means of groups of updates, read in blocks.
+    """Updates of a round, or means of groups of updates, as rows that are read in blocks.
 
     Args:
         updates: Updates with the same names, shapes and types.
@@ -198,7 +198,7 @@ class UpdateRows:
         return {name: np.empty(self.updates[0][name].shape, self.updates[0][name].dtype) for name in names}
 
     def iterate_blocks(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yield the slice and the values, (rows, block) in float64, of each block of a flattened tensor."""
+        """Yield slice and float64 values, (rows, block), of each block of a flattened tensor."""
         flat = [np.reshape(update[name], -1) for update in self.updates]
         for start in range(0, flat[0].size, BLOCK_VALUES):
             part = slice(start, start + BLOCK_VALUES)
@@ -218,28 +218,28 @@ def trimmed_mean(rows: UpdateRows, names: Collection[str], cut: int) -> dict[str
         names: Tensors to return.
         cut: Values to leave out at either end.
     """
-    means = rows.empty_arrays(names)
-    for name, array in means.items():
+    mean_tensors = rows.empty_arrays(names)
+    for name, array in mean_tensors.items():
         flat = array.reshape(-1)
         for part, block in rows.iterate_blocks(name):
             block.sort(axis=0)
             flat[part] = block[cut : len(block) - cut].mean(axis=0)
-    return means
+    return mean_tensors
 
 
 def median(rows: UpdateRows, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Return the median of every value."""
+    """Return the median of every value over the rows."""
     return trimmed_mean(rows, names, (len(rows) - 1) // 2)
 
 
 def mean_of_rows(rows: UpdateRows, names: Collection[str], row_indices: Sequence[int]) -> dict[str, np.ndarray]:
-    """Return the mean of the chosen rows."""
-    means = rows.empty_arrays(names)
-    for name, array in means.items():
+    """Return the mean of the rows at `row_indices`."""
+    mean_tensors = rows.empty_arrays(names)
+    for name, array in mean_tensors.items():
         flat = array.reshape(-1)
         for part, block in rows.iterate_blocks(name):
             flat[part] = block[list(row_indices)].mean(axis=0)
-    return means
+    return mean_tensors
 
 
 def krum_scores(rows: UpdateRows, names: Collection[str], f: int) -> np.ndarray:
@@ -267,7 +267,7 @@ def difference_norms(rows: UpdateRows, names: Collection[str], centre: Tensors) 
 def clipped_mean(
     rows: UpdateRows, names: Collection[str], centre: Tensors, lengths: np.ndarray, radius: float
 ) -> dict[str, np.ndarray]:
-    """Return centre + the mean of the rows' differences, each clipped to the norm `radius`.
+    """Return `centre` plus the mean of the rows' differences from it, each clipped to norm `radius`.
 
     Args:
         rows: Models.
@@ -277,24 +277,24 @@ def clipped_mean(
         radius: Largest norm.
     """
     shares = np.minimum(1.0, radius / np.maximum(lengths, np.finfo(np.float64).tiny))[:, None]
-    means = rows.empty_arrays(names)
-    for name, array in means.items():
+    mean_tensors = rows.empty_arrays(names)
+    for name, array in mean_tensors.items():
         flat, middle = array.reshape(-1), np.reshape(centre[name], -1)
         for part, block in rows.iterate_blocks(name):
             flat[part] = middle[part] + (shares * (block - middle[part])).mean(axis=0)
-    return means
+    return mean_tensors
 
 
 def draw_buckets(count: int, size: int, rng: np.random.Generator) -> list[list[int]]:
-    """Return the indices below `count` in random groups of `size`. The last group may be smaller."""
+    """Return the numbers 0 to `count` - 1 in random groups of `size`. The last group may be smaller."""
     shuffled = rng.permutation(count).tolist()
     return [sorted(shuffled[start : start + size]) for start in range(0, count, size)]
 
 
 def tolerates_attackers(rule: str, count: int, f: int, size: int) -> bool:
-    """Return whether a rule bounds the effect of f arbitrary updates among `count`, averaged in groups of `size`.
+    """Return whether a rule limits the effect of f arbitrary of `count` updates, in buckets of `size`.
 
-    Krum needs more than 2 f + 2 rows, all other rules more than 2 f.
+    Krum needs more than 2 f + 2 buckets, all other rules more than 2 f.
     """
     return math.ceil(count / size) > 2 * f + (2 if rule in ("krum", "multi_krum") else 0)
 
@@ -307,7 +307,7 @@ METHOD = replace(
     init=init,
     aggregation=Aggregation(fold, schema=local_training.full_model_schema),
     step=step,
-    explain=lambda state: state.told,
+    explain=lambda state: state.log,
     minimum_updates=Params.minimum_updates,
     traits=replace(fedavg.METHOD.traits, per_device_data="whole models, `most` of them, which the rules compare"),
 )

@@ -69,7 +69,7 @@ class State(NetworkState):
 
 @dataclass(frozen=True)
 class ScaffoldSums(WeightedSums):
-    """Sums of a round: models, and sum_i (x - y_i) / (K_i eta_l) with the number of devices."""
+    """Sums of a round: models, mean gradients (x - y_i) / (K_i eta_l), and the number of new devices."""
 
     slopes: dict[str, exact_sums.ExactSum] = field(default_factory=dict)
     new_devices: int = 0  # devices that take part for the first time
@@ -83,12 +83,12 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
 
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
-    """Return the task spec to train with the server's control variate and one more copy in memory."""
+    """Return the task spec to train with the server's control variate, another copy in memory."""
     return local_training.training_task_spec(state, {"model": state.model, "control": state.control}, TRAITS)
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train with each gradient corrected by c - c_i. The new c_i stays on the device (option II)."""
+    """Train with gradients corrected by the variates, c - c_i. The device keeps the new c_i (option II)."""
     received, control = site.load("model"), site.load("control")
     device_control = site.private_state or {name: np.zeros_like(array) for name, array in control.items()}
     tensors.require_matching(device_control, control)
@@ -109,7 +109,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 
 def validate_site_sums(state: State, total: ScaffoldSums, weight: float) -> None:
-    """Raise UpdateError unless the sums can be those of a site's devices with this total weight."""
+    """Raise UpdateError unless the sums of a site can come from devices of this total weight."""
     fedavg.validate_site_sums(state, total, weight)
     exact_sums.require_valid_sums(total.slopes, state.control, weight)
     if not 0 <= total.new_devices <= weight:
@@ -117,7 +117,7 @@ def validate_site_sums(state: State, total: ScaffoldSums, weight: float) -> None
 
 
 def validate_update(state: State, update: core.DeviceUpdate) -> None:
-    """Raise UpdateError if an update is invalid for FedAvg, or its steps, weight or metric "new" are."""
+    """Raise UpdateError if FedAvg would reject an update, or its steps, weight or metric "new" is wrong."""
     is_new = update.metrics.get("new")
     if is_new not in (0.0, 1.0):
         raise core.UpdateError(f"{update.device} reports the metric new = {is_new} instead of 0 or 1")
@@ -144,7 +144,7 @@ def fold(state: State, accumulator: ScaffoldSums | None, update: core.DeviceUpda
 
 
 def step(state: State, total: ScaffoldSums | None) -> State:
-    """Return the state with the models' mean and a new server control variate c (Algorithm 1)."""
+    """Return the state with the models' mean and a new control variate c (SCAFFOLD, Algorithm 1)."""
     if total is None or total.weight == 0:
         return state
     # A restored coordinator may have lost devices that still have their c_i, and report that they are not new.

@@ -3,8 +3,8 @@
     write_fake_board(root, "jetson-tx2", jetpack=4)
 
 The files follow documented layouts (NVIDIA's developer guides, the kernel's ABI notes and public logs) and are not
-copied from a board. All files are regular, so that a value that is written is read again, without the reactions of a
-kernel. Tests, `fedquilt lab bench` and trials of commands use these boards.
+copied from a board. All files are regular: a written value is read back, and nothing reacts as a
+kernel would. Tests, `fedquilt lab bench` and trials of commands use these boards.
 """
 
 from __future__ import annotations

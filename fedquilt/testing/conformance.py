@@ -1,4 +1,4 @@
-"""Conformance checks: functions that take a method's name, and raise AssertionError if the method fails the check.
+"""Conformance checks: functions that raise AssertionError if the method of a name fails.
 
 A package with a method calls the checks in its own tests, or runs `fedquilt lab conformance NAME`:
 
@@ -68,7 +68,7 @@ from fedquilt.testing.toy_networks import (
 
 
 def run_is_reproducible(name: str) -> None:
-    """Assert that all states are bit-identical if devices are listed in reverse order, and that rounds change them."""
+    """Assert that all states are bit-identical for devices in reverse order, and that rounds change them."""
     scenario, run, _, _ = record_run(name)
     # Budgets follow the order of devices, so each device keeps its budget.
     reversed_scenario = replace(scenario, budgets=scenario.budgets[::-1])
@@ -207,7 +207,7 @@ def _require_run_on_network(
 
 
 def updates_work_in_16_bits(name: str) -> None:
-    """Assert that updates with the codec fp16 arrive with small errors, or that jobs of an exact method reject it."""
+    """Assert that fp16 updates arrive with small errors, or that jobs of an exact method reject fp16."""
     scenario, _, fold_inputs, _ = record_run(name)
     if scenario.method.traits.exact_updates:
         error_message = ""
@@ -306,7 +306,7 @@ def accumulators_merge_in_any_order(name: str) -> None:
 
 
 def state_on_disk_gives_same_result(name: str) -> None:
-    """Assert that states and sums on the disk give bit-identical results."""
+    """Assert that states and sums on the disk give the results of those in memory, bit for bit."""
     scenario, _, fold_inputs, _ = record_run(name)
     aggregation = scenario.method.aggregation
     with tempfile.TemporaryDirectory() as folder:
@@ -379,11 +379,11 @@ def update_contains_no_private_state(name: str) -> None:
 
 
 def private_state_is_declared(name: str) -> None:
-    """Assert that `Traits.private_data` names what devices keep, if they keep anything."""
+    """Assert that `Traits.private_data` is not empty if devices keep a private state."""
     scenario, _, _, runs = record_run(name)
-    kept = sorted({tensor for _, client_result in runs for tensor in client_result.private_state})
-    assert scenario.method.traits.private_data or not kept, (
-        f"devices keep {', '.join(kept[:3])}: name it in private_data"
+    tensor_names = sorted({tensor for _, client_result in runs for tensor in client_result.private_state})
+    assert scenario.method.traits.private_data or not tensor_names, (
+        f"devices keep {', '.join(tensor_names[:3])}: name it in private_data"
     )
 
 
@@ -425,7 +425,9 @@ CHECKS: Final[tuple[Callable[[str], None], ...]] = (
 
 
 def run_checks(name: str) -> Iterator[tuple[str, str, str]]:
-    """Run all checks on a method, and yield the title, "passed", "skipped" or "failed", and the reason of each check.
+    """Run all checks on a method, and yield the title, status and reason of each.
+
+    The status is "passed", "skipped" or "failed".
 
     Raises:
         JobError: If the method does not exist or cannot be imported.
@@ -472,7 +474,7 @@ def _describe_assertion(error: AssertionError) -> str:
 
 
 def corrupted_updates(update: DeviceUpdate) -> Iterator[tuple[str, DeviceUpdate]]:
-    """Yield a description of each error, and a copy of the update with this error."""
+    """Yield, for each possible error, a description and a copy of the update with this error."""
 
     def replace_tensor(bundle: str, name: str, array: np.ndarray | None) -> DeviceUpdate:
         changed = {**update.bundles[bundle], name: array}
@@ -494,7 +496,7 @@ def corrupted_updates(update: DeviceUpdate) -> Iterator[tuple[str, DeviceUpdate]
 
 
 def invalid_arrays(array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield a description of each error, and a copy of the array with another dtype or values out of range."""
+    """Yield, for another dtype and values out of range, a description and a copy of the array with them."""
     floats, integers = (np.float32, np.float64), (np.int32, np.int64, np.uint8)
     for kind in (*floats, *integers):
         if array.dtype != kind:

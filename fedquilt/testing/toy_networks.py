@@ -73,7 +73,7 @@ def write_bundle(folder: Path, bundle: Bundle) -> Path:
 
 
 def make_job(method: str, params: Mapping[str, Any] = {}, **table: Any) -> JobSettings:
-    """Return a job named "local". The name is part of every seed."""
+    """Return a job named "local". All seeds of the job depend on this name."""
     return settings.parse_job({"name": "local", "method": method, "params": dict(params), **table})
 
 
@@ -119,7 +119,7 @@ def run_method(
 def deliver_task(
     method: Method, task_spec: TaskSpec | None, member: DeviceData, engine: Any, **options: Any
 ) -> tuple[Task, ClientContext]:
-    """Return the task and the client context of a task spec, with its tensors in memory and without ONNX graphs."""
+    """Return the task and the client context of a task spec, without ONNX graphs and with loaded tensors."""
     assert task_spec is not None
     with tempfile.TemporaryDirectory() as folder:
         default_options = {"path_of_blob": lambda ref: Path(ref.sha256), **options}
@@ -230,7 +230,7 @@ def build_donors() -> tuple[Bundle, FakeRunner]:
 
 
 def image_devices(count: int = 4, examples: int = 60) -> list[DeviceData]:
-    """Return devices with noisy images of three templates, mixed in other proportions on each device."""
+    """Return devices with noisy images of three templates, in different proportions on each device."""
     draws = np.random.default_rng(7)
     templates = draws.uniform(0, 255, size=(3, 8, 8))
     devices = []
@@ -284,7 +284,7 @@ def register_entry(network: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def point_devices(count: int = 3, examples: int = 16) -> list[DeviceData]:
-    """Return devices with points of three classes, mixed in other proportions on each device."""
+    """Return devices with points of three classes, in different proportions on each device."""
     devices = []
     for i in range(count):
         draws = np.random.default_rng(i)
@@ -296,7 +296,7 @@ def point_devices(count: int = 3, examples: int = 16) -> list[DeviceData]:
 
 
 def write_images(path: Path, size: int) -> Path:
-    """Write an .npz file of noisy images of ten templates, 80 for training and 80 for tests, and return `path`."""
+    """Write an .npz file of noisy images of ten templates, 80 for training and 80 for tests."""
     draws = np.random.default_rng(0)
     templates = draws.uniform(0, 255, size=(10, size, size))
     arrays: dict[str, Any] = {}
@@ -327,7 +327,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
 
 
 class CheckSkipped(Exception):
-    """Exception of a check that does not apply to a method or lacks a package."""
+    """Exception raised by a check that does not apply to a method or lacks a package."""
 
 
 def depends_on_memory(name: str) -> bool:
@@ -357,7 +357,7 @@ def training_params(params: type) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Method with toy data, devices and parameters for a run."""
+    """Toy data, devices and parameters for a run of a method."""
 
     name: str
     method: Method
@@ -391,7 +391,7 @@ class Scenario:
 
 
 def make_scenario(name: str) -> Scenario:
-    """Return the smallest scenario for a method. The suffix MIXED_SUFFIX selects devices of several memory tiers.
+    """Return the smallest scenario for a method, with several memory tiers for the suffix MIXED_SUFFIX.
 
     Raises:
         JobError: If there is no such method.
@@ -438,7 +438,7 @@ FoldInputs = dict[tuple[int, str], tuple[Any, DeviceUpdate]]
 def record_run(
     name: str,
 ) -> tuple[Scenario, list[Any], list[tuple[Any, DeviceUpdate]], list[tuple[ClientContext, ClientResult]]]:
-    """Run the scenario of a name, and return all values of the run. Runs are cached by name.
+    """Run the scenario of a method, and return all values of the run. Runs are cached by `name`.
 
     Returns:
         The scenario, the states, each update after the state into which it was folded, and the context and the result

@@ -283,7 +283,7 @@ def test_a_round_moves_the_shared_part_by_the_weighted_changes():
     after = folded(state, {"a": 1.0, "b": 3.0, "c": -1.0})
     for name, array in state.model.items():
         np.testing.assert_allclose(after.model[name], array + 2, rtol=1e-5)
-    assert after.told == ("excluded because their change opposes the mean change: c",)
+    assert after.log == ("excluded because their change opposes the mean change: c",)
     assert fedsdg.step(state, None) is state
 
 
@@ -292,7 +292,7 @@ def test_changes_that_cancel_fall_back_to_the_plain_mean():
     state = began()
     after = folded(state, {"a": 1.0, "b": -1.0})
     assert all(np.array_equal(after.model[name], array) for name, array in state.model.items())
-    assert after.told == ("no change agreed with the mean change, so the plain mean was used",)
+    assert after.log == ("no change agreed with the mean change, so the plain mean was used",)
 
 
 def test_no_more_changes_are_held_than_asked_for_and_in_any_order():
@@ -301,7 +301,7 @@ def test_no_more_changes_are_held_than_asked_for_and_in_any_order():
     rows = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
     one, two = folded(state, rows), folded(state, dict(reversed(rows.items())))
     assert tensors.pack_state(one) == tensors.pack_state(two)
-    assert one.told == ("2 changes were left out, because at most 2 are compared",)
+    assert one.log == ("2 changes were left out, because at most 2 are compared",)
 
 
 def test_the_presets_are_the_papers_and_the_official_codes_values():

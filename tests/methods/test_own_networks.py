@@ -49,8 +49,8 @@ def test_a_device_trains_the_network_of_the_largest_tier_within_its_budget(name:
     )
     wanted = [bundle.load(file) for file in ("model", "2GB/model", "8GB/model")]
     assert [kept[f"dev-{i}"] for i in range(3)] == [{key: a.shape for key, a in each.items()} for each in wanted]
-    assert states[0].known.sum() == 0
-    assert states[-1].known.all()
+    assert states[0].has_prototype.sum() == 0
+    assert states[-1].has_prototype.all()
     assert len({state.prototypes.tobytes() for state in states}) == 4
 
 
@@ -112,7 +112,7 @@ def test_prototypes_are_weighted_by_the_examples_of_their_class(tmp_path: Path) 
         total = fedproto.fold(state, total, each)
     found = fedproto.step(state, total)
     assert found.prototypes[:, 0].tolist() == [4, 7, 0]
-    assert found.known.tolist() == [1, 1, 0]
+    assert found.has_prototype.tolist() == [1, 1, 0]
 
 
 def test_the_gradient_of_fedtgp_is_that_of_its_loss() -> None:

@@ -54,7 +54,7 @@ def test_a_planted_attacker_is_dropped(rule, planted):
     assert np.all((after.model["x"] >= 0.9) & (after.model["x"] <= 1.2))
     assert np.abs(np.mean(list(points.values()), axis=0) - 1).max() > 1
     if "krum" in rule:
-        assert "0-evil" not in after.told[0]
+        assert "0-evil" not in after.log[0]
 
 
 def test_krum_takes_one_update_and_multi_krum_the_mean_of_all_but_f():
@@ -63,11 +63,11 @@ def test_krum_takes_one_update_and_multi_krum_the_mean_of_all_but_f():
     state = begun(1, rule="krum", attackers=0.2)
     after = robust.step(state, folded(state, points))
     assert after.model["x"] == pytest.approx([1.0])
-    assert after.told == ("krum chose b",)
+    assert after.log == ("krum chose b",)
     several = begun(1, rule="multi_krum", attackers=0.2)
     merged = robust.step(several, folded(several, points))
     assert merged.model["x"] == pytest.approx([11 / 4])
-    assert merged.told == ("multi_krum chose a, b, c, d",)
+    assert merged.log == ("multi_krum chose a, b, c, d",)
 
 
 def test_a_long_change_is_shortened_and_the_log_says_so():
@@ -75,11 +75,11 @@ def test_a_long_change_is_shortened_and_the_log_says_so():
     state = begun(rule="clipped", attackers=0.3)
     after = robust.step(state, folded(state, points))
     assert after.model["x"] == pytest.approx([2 / 3, 1 / 3])
-    assert after.told == ("1 of 3 changes were clipped to the norm 1, the largest from 100",)
+    assert after.log == ("1 of 3 changes were clipped to the norm 1, the largest from 100",)
     given = begun(rule="clipped", attackers=0.3, radius=0.5)
     assert robust.step(given, folded(given, points)).model["x"] == pytest.approx([1 / 3, 1 / 6])
     wide = begun(rule="clipped", attackers=0.3, radius=1000.0)
-    assert robust.step(wide, folded(wide, points)).told == ()
+    assert robust.step(wide, folded(wide, points)).log == ()
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -98,9 +98,9 @@ def test_buckets_are_drawn_by_seed_and_round_and_named_in_the_log():
     points = {f"dev-{i}": (1 + 0.01 * i, 1.0) for i in range(10)}
     state = begun(rule="krum", attackers=0.1, bucket=2)
     first = robust.step(state, folded(state, points))
-    assert first.told[0].count("+") == 1
-    assert robust.step(state, folded(state, dict(reversed(points.items())))).told == first.told
-    later = [robust.step(state, replace(folded(state, points), round=number)).told[0] for number in range(8)]
+    assert first.log[0].count("+") == 1
+    assert robust.step(state, folded(state, dict(reversed(points.items())))).log == first.log
+    later = [robust.step(state, replace(folded(state, points), round=number)).log[0] for number in range(8)]
     assert len(set(later)) > 1
 
 
@@ -164,8 +164,8 @@ def test_too_few_updates_for_krum_change_nothing_and_it_says_so():
 def test_the_log_says_where_a_share_of_attackers_is_nobody():
     state = begun(attackers=0.2)
     few = robust.step(state, folded(state, dict(list(HONEST.items())[:4])))
-    assert few.told == ("trimmed_mean left no update out, because 4 updates are too few to assume an attacker",)
-    assert robust.step(state, folded(state, HONEST)).told == ()
+    assert few.log == ("trimmed_mean left no update out, because 4 updates are too few to assume an attacker",)
+    assert robust.step(state, folded(state, HONEST)).log == ()
 
 
 def test_only_so_many_updates_are_held_whatever_the_order_they_come_in():
@@ -174,7 +174,7 @@ def test_only_so_many_updates_are_held_whatever_the_order_they_come_in():
     assert len(total.updates) == 3
     assert total.left_out == 3
     assert total.updates.keys() == other.updates.keys() != {"a", "b", "c"}
-    assert robust.step(state, total).told[0] == "3 updates were left out, because at most 3 are compared"
+    assert robust.step(state, total).log[0] == "3 updates were left out, because at most 3 are compared"
 
 
 @pytest.mark.parametrize(

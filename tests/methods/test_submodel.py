@@ -448,8 +448,8 @@ def test_fedlps_prunes_the_predictor_alone_and_the_same_channels_in_every_round(
     assert all(narrow[name].shape == first.model[name].shape for name in held)
     smaller = [name for name in first.model if narrow[name].shape != first.model[name].shape]
     assert len(smaller) > 3
-    for left, groups in first.kept.items():
-        assert all(np.array_equal(units, last.kept[left][group]) for group, units in groups.items())
+    for left, groups in first.units_by_share.items():
+        assert all(np.array_equal(units, last.units_by_share[left][group]) for group, units in groups.items())
 
 
 def test_fedlps_refuses_an_encoder_of_random_weights():

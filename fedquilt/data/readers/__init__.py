@@ -45,7 +45,7 @@ CLASS_FORMATS = ("idx", "folder", "torchvision")  # formats whose labels are alw
 
 
 def open_reader(spec: DataSpec) -> ExampleReader:
-    """Return a reader of one source (no `sources`), with targets scaled by [data] target, or raise DataError."""
+    """Return a reader of a single source, with targets scaled by [data] target, or raise DataError."""
     reader = _open_stored(spec)
     if spec.target is None:
         return reader
@@ -76,12 +76,12 @@ def _open_stored(spec: DataSpec) -> ExampleReader:
 
 
 def measure_image_depth(spec: DataSpec) -> int:
-    """Return the bits of a grey level in a folder's training images, or 0 for 8-bit images and other data."""
+    """Return the bits of a grey level, 9 to 16, in a folder's training images, or 0 for other data."""
     return images.measure_grey_depth(_list_image_files(msgspec.structs.replace(spec, split="train")))
 
 
 def require_supported_images(spec: DataSpec) -> None:
-    """Raise DataError if an image in a folder of images by class has several pages or unsupported levels."""
+    """Raise DataError if a folder contains an image with several pages or unsupported levels."""
     images.require_supported_files(_list_image_files(spec))
 
 
@@ -94,7 +94,7 @@ def _list_image_files(spec: DataSpec) -> list[Path]:
 
 
 def detect_format(path: Path, spec: DataSpec) -> str:
-    """Return the key of OPENERS for data at a path, by the [data] table, folder content and file name."""
+    """Return the key of OPENERS for the data at `path`, from the [data] table, folder and file name."""
     if spec.dataset:
         return "torchvision"
     if spec.audio is not None:
@@ -109,7 +109,7 @@ def detect_format(path: Path, spec: DataSpec) -> str:
 
 
 def open_sources(spec: DataSpec) -> ExampleReader:
-    """Return a reader of the spec's source, or of all its `sources` together, with resized images."""
+    """Return a reader of the spec's source, or of all its `sources`, with images resized if requested."""
     if not spec.sources:
         return _resize_images(open_reader(spec), spec)
     readers = []
@@ -149,7 +149,7 @@ def _resize_images(reader: ExampleReader, spec: DataSpec) -> ExampleReader:
 
 
 def _combine_readers(readers: Sequence[ExampleReader], spec: DataSpec) -> ExampleReader:
-    """Return a reader of all sources: grey becomes colour if any source has colour, and mixed types become 0 to 1."""
+    """Return a reader of all sources. Mixed sources become colour images, and floats from 0 to 1."""
     shape, dtype = _common_shape(readers, spec), _common_type(readers, spec)
     sizes = [len(reader.y) for reader in readers]
     starts, origin = np.cumsum([0, *sizes]), np.repeat(np.arange(len(readers)), sizes)

@@ -111,7 +111,7 @@ def _choose_array_name(path: Path, spec: DataSpec, letter: str, array_names: Seq
 def _read_npy_header(
     stream: Bytes, path: Path, name: str, kinds: str = "uifb"
 ) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return shape and type of an array, and leave the stream at its values. Raise DataError for other content."""
+    """Return an array's shape and type, or raise DataError. The stream is then at the first value."""
     version = np.lib.format.read_magic(stream)
     header_readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     read_header = header_readers.get(version)
@@ -170,7 +170,7 @@ def open_sklearn_data(spec: DataSpec) -> ExampleReader:
 
 
 def load_sklearn_data(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Return inputs and labels of scikit-learn's `load_NAME` for "sklearn/NAME", or raise DataError."""
+    """Return the inputs and labels of scikit-learn's `load_NAME` for "sklearn/NAME", or raise DataError."""
     try:
         from sklearn import datasets
     except ImportError:

@@ -27,7 +27,7 @@ SILENCE_POWER = 1e-10  # power of a band in silence
 
 
 def frame_layout(spec: Audio) -> tuple[int, int, int, int]:
-    """Return the samples of a recording, a frame and a hop, and the number of frames (at least 1)."""
+    """Return the samples of a recording, of a frame and of a hop, and the number of frames (at least 1)."""
     samples, frame, hop = (
         max(1, round(spec.rate * seconds)) for seconds in (spec.seconds, spec.frame_ms / 1000, spec.hop_ms / 1000)
     )
@@ -81,7 +81,7 @@ class _WavFormat(NamedTuple):
 
 
 def open_recordings(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleReader:
-    """Return a reader of WAV files in a folder by class or named in a table, or raise DataError.
+    """Return a reader of WAV files, in a folder by class or named in a table, or raise DataError.
 
     All headers are read. Without `labelled`, a table has no labels, and all labels are 0.
     """
@@ -129,7 +129,7 @@ def _read_listing(file: Path, spec: DataSpec, labelled: bool) -> tuple[list[Path
 
 @contextlib.contextmanager
 def _open_wav(source: Path | bytes) -> Iterator[_WavFormat]:
-    """Open a WAV file, or its bytes, at the first sample. Raise DataError if it is not an uncompressed WAV file."""
+    """Open a WAV file, or its bytes, at the first sample. Raise DataError if it is not uncompressed WAV."""
     file = _name_of(source)
     try:
         stream = io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
@@ -147,7 +147,7 @@ def _open_wav(source: Path | bytes) -> Iterator[_WavFormat]:
 
 
 def _read_wav_head(stream: BinaryIO) -> _WavFormat:
-    """Return the format, with the stream at the first sample. Raise ValueError or struct.error for other files."""
+    """Return the format, and move to the first sample. Raise ValueError or struct.error if invalid."""
     riff, _, kind = struct.unpack("<4sI4s", stream.read(12))
     if (riff, kind) != (b"RIFF", b"WAVE"):
         raise ValueError("no RIFF/WAVE header")
@@ -183,7 +183,7 @@ def _require_sample_rate(sound: _WavFormat, source: Path | bytes, audio: Audio) 
 
 
 def read_samples(source: Path | bytes, audio: Audio) -> np.ndarray:
-    """Return the samples of a WAV file as float64 from -1 to 1, the mean of all channels, or raise DataError."""
+    """Return a WAV file's samples, averaged over channels, float64 from -1 to 1, or raise DataError."""
     max_samples, file = frame_layout(audio)[0], _name_of(source)
     with _open_wav(source) as sound:
         _require_sample_rate(sound, source, audio)

@@ -43,7 +43,7 @@ class ExampleReader:
 
 
 def read_rows(stream: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], rows: np.ndarray) -> np.ndarray:
-    """Return rows of the array at the stream's position, in the order of `rows`. Raise EOFError if it is incomplete."""
+    """Return rows of an array in the order of `rows`, or raise EOFError if the stream ends early."""
     row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
     result = np.empty((len(rows), *shape[1:]), dtype)
     order = np.argsort(rows, kind="stable")
@@ -60,7 +60,10 @@ def read_rows(stream: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], rows:
 
 
 def describe_class_problem(y: np.ndarray, classes: int | None = None, *, is_table: bool = False) -> str:
-    """Return a problem of class numbers with its fix, or "" if all are from 0 to `classes` - 1 (None: any number)."""
+    """Return a problem of the class numbers with its fix, or "" if all are from 0 to `classes` - 1.
+
+    If `classes` is None, the largest number is not limited.
+    """
     kinds = np.unique(y)
     if not len(kinds) or (kinds[0] >= 0 and (classes is None or kinds[-1] < classes)):
         return ""
@@ -80,7 +83,7 @@ def describe_class_problem(y: np.ndarray, classes: int | None = None, *, is_tabl
 
 
 def number_labels(y: np.ndarray, path: Path | str, names: Sequence[str]) -> np.ndarray:
-    """Return the index of each label (n,) among the names of the classes, or raise DataError for an unknown label.
+    """Return each label's index among the class names, (n,), or raise DataError for an unknown label.
 
     Whole-number labels are indices already if no name is a number.
     """
@@ -94,7 +97,10 @@ def number_labels(y: np.ndarray, path: Path | str, names: Sequence[str]) -> np.n
 
 
 def convert_labels(y: np.ndarray, path: Path | str, task: TaskKind = "classes") -> np.ndarray:
-    """Return labels as int64 classes (n,), or as uint8 labels or float32 targets (n, outputs), or raise DataError."""
+    """Return labels in the type of their task, or raise DataError.
+
+    Classes become int64 (n,), several labels uint8 (n, outputs), and regression targets float32 (n, outputs).
+    """
     description = f"{path}: labels of type {y.dtype}, shape {y.shape}"
     if task == "classes":
         if y.ndim != 1 or y.dtype.kind not in "ui" or (len(y) and y.min() < 0):
@@ -136,7 +142,7 @@ def find_files_by_class(
 
     The training split may also be in <path>/<class>/. With [data] column, each class has a folder for each user.
     Classes are numbered by [data] labels, or by the sorted folder names of the training split. Raise DataError if there
-    are no such files, which `noun` names.
+    are no such files. `noun` names the files in the error.
     """
     root = path / spec.split if (path / spec.split).is_dir() else path
     if root == path and spec.split != "train":

@@ -37,7 +37,6 @@ def has_pillow() -> bool:
 
 
 def import_pillow() -> Any:
-    """Return the module PIL.Image, or raise DataError with the command that installs it."""
     try:
         from PIL import Image
 
@@ -83,7 +82,7 @@ def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarra
 
 
 def pixels_from_image(image: Any, name: str, depth: int = 0, *, keep_grey: bool = False) -> np.ndarray:
-    """Return the pixels of an open Pillow image as `read_image` does, or (h, w) uint8 for grey with `keep_grey`."""
+    """Return an open Pillow image's pixels as `read_image` does. `keep_grey` leaves 8-bit grey (h, w)."""
     from PIL import ImageOps
 
     _require_supported_mode(image, name)
@@ -117,7 +116,7 @@ def require_supported_files(files: Sequence[Path]) -> None:
 def measure_grey_depth(files: Sequence[Path], sample: int = 64) -> int:
     """Return the used bits of grey levels, 9 to 16, or 0 if all images have 8 bits.
 
-    A 12-bit camera uses 12 bits of a 16-bit PNG. At least `sample` evenly chosen images are decoded.
+    A 12-bit camera uses 12 bits of a 16-bit PNG. At least `sample` images, evenly spread over `files`, are decoded.
     """
     depth = 0
     for file in files[:: max(1, len(files) // sample)]:
@@ -146,7 +145,6 @@ def _open_file(file: Path) -> Iterator[Any]:
 
 
 def _require_supported_mode(image: Any, name: str) -> None:
-    """Raise DataError for several TIFF pages, and for levels in floating point or of 32 bits."""
     if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
         raise DataError(f"{name} has {image.n_frames} pages: save each page as a file")
     if image.mode == "F":
@@ -174,7 +172,10 @@ IDX_IMAGES = re.compile(r"(.*)images([-.])idx3-ubyte(\.gz)?$")
 
 
 def open_idx(path: Path, spec: DataSpec) -> ExampleReader:
-    """Return a reader of an IDX image file with its label file, found by the split in a folder, or raise DataError."""
+    """Return a reader of an IDX image file with its labels, or raise DataError.
+
+    In a folder, the name of the split selects the file.
+    """
     if path.is_dir():
         name_parts = ("t10k", "test") if spec.split == "test" else (spec.split,)
         all_paths = find_idx_images(path)
@@ -208,7 +209,6 @@ def open_idx(path: Path, spec: DataSpec) -> ExampleReader:
 
 
 def find_idx_images(path: Path) -> list[Path]:
-    """Return the IDX image files in a folder and its subfolder `raw`, each once, preferably uncompressed."""
     files_by_name: dict[str, Path] = {}
     for folder in (path, path / "raw"):
         for file in sorted(folder.glob("*")) if folder.is_dir() else ():

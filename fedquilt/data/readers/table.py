@@ -38,7 +38,7 @@ class TableChunk:
 
 
 class ColumnDecoder:
-    """Converter of table chunks to arrays, by the [data] table. A cell that does not fit raises DataError."""
+    """Converter of table chunks to arrays, by the [data] table. Raises DataError for an unreadable cell."""
 
     def __init__(self, file: Path, spec: DataSpec, y: Sequence[str]) -> None:
         self._file, self._spec, self._y = file, spec, tuple(y)
@@ -186,7 +186,6 @@ class ColumnDecoder:
 
 
 def class_word(value: Any) -> str:
-    """Return a cell's class as text. Parquet's booleans become "0" and "1"."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
@@ -212,7 +211,7 @@ class InputColumns(NamedTuple):
 
 
 def open_table(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleReader:
-    """Read a table, and return a reader of its rows, or of windows. Without `labelled`, all labels are 0."""
+    """Read a table, and return a reader of its rows or windows. Without `labelled`, all labels are 0."""
     file = find_table(path, spec)
     table_rows = read_rows(
         file, spec, lambda chunk, decoder, names: decoder.decode_inputs(chunk, names), "an example", labelled=labelled
@@ -278,7 +277,7 @@ def read_rows(
 
 
 def category_words(path: Path, spec: DataSpec, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the sorted different words of each named column, or raise DataError for a missing column."""
+    """Return the distinct words of each named column, sorted, or raise DataError for a missing column."""
     file = find_table(path, spec)
     words_by_column: dict[str, set[str]] = {name: set() for name in names}
     for chunk in read_chunks(file):
@@ -296,7 +295,6 @@ def find_split_tables(folder: Path, split: str) -> list[Path]:
 
 
 def find_table(path: Path, spec: DataSpec) -> Path:
-    """Return the only table of the split in a folder, or the path itself for the training split, or raise DataError."""
     if path.is_dir():
         tables = find_split_tables(path, spec.split)
         if len(tables) != 1:
@@ -317,7 +315,7 @@ def read_column_names(file: Path) -> tuple[str, ...]:
 
 
 def column_roles(file: Path, column_names: Sequence[str], spec: DataSpec, *, labelled: bool = True) -> InputColumns:
-    """Return the input, label and owner columns, by default "y" as label and all other columns as inputs.
+    """Return the columns of inputs, labels and owner. Defaults: "y" as label, the rest as inputs.
 
     Raise DataError if a column is missing, there are no inputs, or a column is both input and label.
     """
@@ -367,7 +365,7 @@ def _is_number(text: str) -> bool:
 
 
 def read_chunks(file: Path) -> Iterator[TableChunk]:
-    """Yield a table's rows in chunks, at least one, of which the first may be empty. Raise DataError if damaged."""
+    """Yield a table's rows in one or more chunks, or raise DataError if the file is damaged."""
     return _read_parquet(file) if file.suffix.lower() == ".parquet" else _read_csv(file)
 
 
@@ -430,7 +428,7 @@ def _chunk_from_rows(head: Sequence[str], rows: Sequence[Sequence[str]], lines: 
 
 
 def encoding_hint(file: Path) -> str:
-    """Return a suffix for "... is not text in UTF-8", with the probable format and how to convert the file."""
+    """Return the end of a message "FILE is not text in UTF-8", with the likely format and a conversion."""
     with file.open("rb") as stream:
         start = stream.read(4)
     if start == ARCHIVE:
@@ -464,8 +462,8 @@ def _read_parquet(file: Path) -> Iterator[TableChunk]:
 def _cut_windows(file: Path, spec: DataSpec, windows: Windows, rows: ExampleReader) -> ExampleReader:
     """Return a reader of windows of consecutive rows, (steps, features). No window spans two users.
 
-    The label of a window is the most frequent class (of ties the smallest number), in a regression the last row's
-    targets, and otherwise the union of its rows' labels.
+    A window's label is its most frequent class, and of equally frequent ones the smallest. In a regression it is the
+    last row's target, and for several labels the union of the rows' labels.
     """
     stride = windows.stride or windows.steps
     count = len(rows.y)

@@ -36,7 +36,6 @@ class Tokenizer:
 
     @classmethod
     def load(cls, vocabulary: str | Sequence[str]) -> Tokenizer:
-        """Return the tokenizer of a vocabulary file, or of a list of tokens, or raise DataError."""
         path = vocabulary if isinstance(vocabulary, str) else "the model's vocabulary"
         lines = cls._read_lines(vocabulary) if isinstance(vocabulary, str) else list(vocabulary)
         numbers: dict[str, int] = {}
@@ -91,7 +90,7 @@ class Tokenizer:
 
 
 def open_texts(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleReader:
-    """Read texts in a folder by class or in a table, and return a reader of token numbers, or raise DataError."""
+    """Return a reader of token numbers of texts, from a folder by class or a table, or raise DataError."""
     if spec.text is None:
         raise DataError(f'{path}: texts have no vocabulary: set [data.text] vocabulary, such as "vocab.txt"')
     tokenizer = Tokenizer.load(spec.text.vocabulary)
