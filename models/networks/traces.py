@@ -1,4 +1,4 @@
-"""Traces of networks: operations by torch.fx, costs of layers, and the register of tensors. Requires torch."""
+"""Traces of networks: operations by torch.fx, costs of layers, and names of tensors. Requires torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trace_network(model: nn.Module, subject: str, fix: str) -> fx.GraphModule:
     Args:
         model: Network to trace.
         subject: Name of the network in the error message.
-        fix: Alternative to a rewrite, for the error message.
+        fix: Advice that ends the error message, as an alternative to "remove branches on values".
 
     Raises:
         ModelError: If the network has operations that torch.fx cannot trace.
@@ -173,7 +173,7 @@ def names_of_tensors(model: nn.Module) -> list[list[str]]:
 
 
 def state_names_by_alias(model: nn.Module) -> dict[str, str]:
-    """Return the first state-dict name of each module's own tensors, by the tensor's name in that module."""
+    """Return the name in `state_without_aliases` of each module's own tensors, by module path and attribute."""
     first_names: dict[str, str] = {}
     names_by_id = _tensor_names_by_id(model)
     for path, module in model.named_modules():

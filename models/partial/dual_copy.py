@@ -30,14 +30,14 @@ def is_trained(trained: Sequence[str], name: str) -> bool:
 
 @dataclass(frozen=True)
 class GateFunction:
-    """Piecewise linear gate: its slope when off, and its cap when on."""
+    """Piecewise linear gate: slope where the gate is off, and largest output where it is on."""
 
     slope: float = 0.0  # factor of values whose gate is off
     cap: float | None = None  # limit of values whose gate is on, or None without a limit
 
 
 def gate_function(traced: fx.GraphModule, node: fx.Node) -> GateFunction | None:
-    """Return the gate of an activation, or None for other operations. Smooth activations have the gate of ReLU."""
+    """Return the gate of an activation, or None for other operations. Smooth activations get ReLU's."""
     if node.op == "call_module":
         module = traced.get_submodule(str(node.target))
         if isinstance(module, nn.ReLU6):
@@ -149,7 +149,10 @@ def gate_with_cap(z: torch.Tensor, on: torch.Tensor, full: torch.Tensor, cap: fl
 
 
 def pool_at_indices(z: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return max pooling at the structural copy's `indices`, (n, c, h, w) in each flattened map."""
+    """Return the values of z (n, c, h, w) at a max pool's `indices` (n, c, h', w').
+
+    An index is a position in the flattened map of h * w values. `DualCopy` takes the indices from the frozen network.
+    """
     return z.flatten(2).gather(2, indices.flatten(2).long()).view(indices.shape)
 
 
@@ -226,7 +229,7 @@ class DualCopy:
         ]
 
     def _build_frozen_graph(self, *, scores: bool) -> fx.Graph:
-        """Return the graph from examples to inputs of the trained part, pool indices, masks and, on demand, scores."""
+        """Return the graph from examples to the trained part's inputs, pool indices, masks and, if set, scores."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         indices: list[fx.Node] = []
         for node in self._traced.graph.nodes:

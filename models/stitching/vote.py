@@ -81,7 +81,10 @@ def greedy_picks(score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: i
 def choose_picks(
     score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: int, epsilon: float, seed: int, spread: bool = False
 ) -> tuple[list[int], bool]:
-    """Return up to `k` positions in the pool, and whether they were drawn at random (with probability `epsilon`)."""
+    """Choose up to `k` positions in the pool, with probability `epsilon` at random, else the best scores.
+
+    Return the positions, and whether they are random.
+    """
     coin = tensors.seeded_rng("explore", seed)
     k = min(k, len(pool))
     if coin.random() < epsilon:

@@ -85,7 +85,7 @@ class ClassMoments:
 
 
 def factor_bytes(rows: int, width: int) -> int:
-    """Return the peak memory of `compute_moments` on `rows` examples of `width` features, input included."""
+    """Return the peak memory in bytes of `compute_moments` on `rows` examples of `width` features."""
     return 32 * rows * width
 
 

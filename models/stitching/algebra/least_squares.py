@@ -82,7 +82,7 @@ def add_rows(sums: RegressionMoments | None, x: np.ndarray, y: np.ndarray, centr
 
 
 def add_maps(sums: RegressionMoments | None, x: np.ndarray, y: np.ndarray, centred: bool = True) -> RegressionMoments:
-    """Return `sums` with maps x (n, p, ...) and y (n, q, ...), added in place, one row per example and position."""
+    """Return `sums` with a row per example and position of maps x (n, p, ...) and y (n, q, ...), in place."""
     for a, b in _iterate_chunks(x, y):
         sums = add_rows(sums, a, b, centred)
     assert sums is not None, "no maps"
@@ -110,7 +110,7 @@ def solve_ridge(sums: RegressionMoments, ridge: float = RIDGE) -> tuple[np.ndarr
 
 
 def fit_bytes(channels: int, positions: int) -> int:
-    """Return the peak memory of a `RidgeFit` on `positions` rows, with targets of at most BLOCK columns."""
+    """Return the peak bytes of a `RidgeFit` on `positions` rows, for targets of at most BLOCK columns."""
     side = min(channels, positions)
     return 24 * side * side + 12 * positions * channels + 8 * BLOCK * (3 * positions + 2 * channels)
 
@@ -178,7 +178,7 @@ def pack_moments(sums: RegressionMoments, exact: bool) -> dict[str, np.ndarray]:
 
 
 def read_sent_moments(sent: Tensors, p: int, q: int) -> RegressionMoments:
-    """Unpack a device's regression moments of p inputs and q outputs, or raise UpdateError if they are invalid."""
+    """Unpack a device's moments of p inputs and q outputs, or raise UpdateError if they are invalid."""
     shapes = {"n": (1,), "mean_x": (p,), "mean_y": (q,), "xx": (p * (p + 1) // 2,), "xy": (p, q), "yy": (1,)}
     if missing := sorted(shapes.keys() - sent.keys()):
         raise UpdateError(f"moments: {', '.join(missing)} missing: update the agent")

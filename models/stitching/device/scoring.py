@@ -283,7 +283,7 @@ class _BlockScorer:
 
 
 def image_set_count(score_at: ScoreAt) -> int:
-    """Return the number of disjoint sets of images: one to score, and one to fit junctions for output scores."""
+    """Return the number of disjoint image sets: one to score and, for output scores, one to fit junctions."""
     return 1 if score_at == "input" else 2
 
 
@@ -308,7 +308,7 @@ def load_private_state(site: ClientContext) -> dict[str, np.ndarray]:
 
 
 def example_order(local: Tensors) -> np.ndarray:
-    """Return the permutation of the device's examples from which each task of the job takes its first examples."""
+    """Return a permutation of the device's examples, the same for all tasks of the job."""
     examples, seed = (int(value) for value in local["drawn"])
     return tensors.seeded_rng("drawn", seed).permutation(examples)
 

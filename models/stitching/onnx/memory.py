@@ -186,7 +186,6 @@ def _fold_and_infer_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, Dims 
 
 
 def _value_dims(value: onnx.ValueInfoProto) -> Dims | None:
-    """Return the dimensions of a value, each None if unknown, or None if the value has no shape."""
     kind = value.type.tensor_type
     if not kind.HasField("shape"):
         return None

@@ -60,7 +60,7 @@ MERGEABLE_TYPES: Final = (ExactMomentSums, CorrectCounts)  # other accumulators 
 
 
 def accumulator_type(state: SearchState) -> type[Accumulator] | None:
-    """Return the type that a site may send for its devices in this phase, or None if it forwards their updates."""
+    """Return the type of a site's sum in this phase, or None if the site forwards single updates."""
     kind = ACCUMULATOR_TYPES.get(state.phase)
     return kind if kind in MERGEABLE_TYPES else None
 
@@ -182,7 +182,6 @@ def _validate_counts(counts: Mapping[str, np.ndarray], weight: float) -> None:
 
 
 def _require_counts_of_examples(right: np.ndarray, examples: Any, subject: str) -> None:
-    """Raise UpdateError unless `right` (..., candidates, candidates) can be counts on this many `examples`."""
     if (right < 0).any() or np.any(examples < 0):
         raise UpdateError(f"{subject}: negative numbers of correct predictions")
     if (right > examples).any():

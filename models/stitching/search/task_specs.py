@@ -186,7 +186,7 @@ def _blocks_never_run(state: SearchState) -> set[str]:
 
 
 def label_classes(state: SearchState, path: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:
-    """Return the classes of each label in the donor of the last block, or None if the donor is not aligned."""
+    """Return the classes of each label in the last block's donor, or None if that is not aligned."""
     return state.stock.donors[state.stock.blocks[path[-1]].donor].align
 
 
@@ -199,7 +199,6 @@ def _blocks_to_last_tap(donor_pool: DonorPool, name: str) -> list[str]:
 def _collect_path_and_donor_blocks(
     donor_pool: DonorPool, path: Iterable[str], candidates: Iterable[str]
 ) -> dict[str, Block]:
-    """Return the blocks of the path, and each candidate with the blocks before it in its donor, by name."""
     names = set(path)
     for name in candidates:
         block = donor_pool.blocks[name]
