@@ -310,9 +310,10 @@ def vit(
     heads: int = 4,
     hidden: int = 0,
 ) -> nn.Module:
-    """Build a vision transformer, such as ViT-Tiny/16 (patch 16, width 192, depth 12, heads 3, hidden 768).
+    """Build a vision transformer, by default smaller than ViT-Tiny/16.
 
     `hidden` is the width between a block's two linear layers, or 0 for 2 * `width`.
+    ViT-Tiny/16 has patch 16, width 192, depth 12, heads 3 and hidden 768.
     """
     return ViT(channels, size, classes, patch, width, depth, heads, hidden or 2 * width)
 

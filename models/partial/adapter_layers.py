@@ -82,7 +82,6 @@ def _add_gate(block: nn.Module, adapted_layers: Iterable[LoraLinear]) -> None:
 
 
 def _replace_layers_sharing_weight(module: nn.Module, layer: str, adapted: LoraLinear) -> list[LoraLinear]:
-    """Replace a layer by `adapted`, and other layers with its weight by copies with their own bias."""
     replacements = {id(module.get_submodule(layer)): adapted}
     for path, sharing_layer in traces.modules_sharing_weight(module, layer):
         if not isinstance(sharing_layer, nn.Linear):

@@ -229,7 +229,7 @@ class DualCopy:
         ]
 
     def _build_frozen_graph(self, *, scores: bool) -> fx.Graph:
-        """Return the graph from examples to the trained part's inputs, pool indices, masks and, if set, scores."""
+        """Return the graph from examples to inputs of the trained part, pool indices, masks and maybe scores."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         indices: list[fx.Node] = []
         for node in self._traced.graph.nodes:

@@ -87,7 +87,7 @@ def validate_plan(plan: MaskPlan, model: Tensors) -> None:
 
 
 def plan_from_bundle(bundle: Bundle, model: Tensors) -> MaskPlan:
-    """Return the bundle's plan. Raise ModelError if it is missing, masks no neuron or does not fit `model`."""
+    """Return the bundle's plan, or raise ModelError if it is missing, masks no neuron or does not fit."""
     if "masks" not in bundle.files:
         missing = "the bundle has no plan of the network's hidden neurons: run `fedquilt prepare` again"
         raise ModelError(str(bundle.meta.get("untraced", missing)))

@@ -84,7 +84,7 @@ class Classifier:
         return None if shape is None or None in shape else tuple(size for size in shape if size is not None)
 
     def prepare_inputs(self, x: np.ndarray) -> np.ndarray:
-        """Return stored examples as float32 inputs of the network, prepared as in training, or raise DataError."""
+        """Return stored examples as float32 network inputs, prepared as in training, or raise DataError."""
         with np.errstate(over="ignore", invalid="ignore"):  # overflows are detected below
             prepared = self._metadata.prepare_inputs(inputs.fill_missing(x, self._reading.fill))
         if not np.isfinite(prepared).all():
@@ -143,7 +143,7 @@ class Classifier:
 
     @property
     def array_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of input arrays and of label arrays in an .npz: the names in training, then "x_test" or "y_test"."""
+        """Names of input arrays and of label arrays in an .npz, those of training first, then "x_test" or "y_test"."""
         own_names = [name if isinstance(name, str) and name else "" for name in (self._reading.x, self._reading.y)]
         return (*filter(None, own_names[:1]), "x_test", "x"), (*filter(None, own_names[1:]), "y_test", "y")
 
@@ -179,7 +179,7 @@ def _number_classes(network: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 
 def read_array(data: bytes, kinds: str = NUMBER_KINDS) -> np.ndarray:
-    """Return the array in the bytes of an .npy file, or raise DataError unless its dtype is one of `kinds`."""
+    """Return the array in an .npy file's bytes, or raise DataError unless its dtype is one of `kinds`."""
     file = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(file)
@@ -197,7 +197,6 @@ def read_array(data: bytes, kinds: str = NUMBER_KINDS) -> np.ndarray:
 
 
 def read_arrays(data: bytes, max_bytes: int) -> dict[str, np.ndarray]:
-    """Return the arrays in the bytes of an .npz file, by name."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             entries = archive.infolist()
@@ -255,7 +254,6 @@ def compute_accuracy(rows: Sequence[Prediction]) -> float | None:
 
 
 def print_predictions(model: Path, source: Path, format: str) -> int:
-    """Print each example's predicted label, and the share of correct labels if any is known. Return 0."""
     rows = run_model(model, source)
     accuracy, labelled = compute_accuracy(rows), sum(row.truth is not None for row in rows)
     if format == "json":

@@ -42,7 +42,7 @@ class ReplayedStream(StreamReaderAdapter):  # type: ignore[misc]
 
 
 class SafeSubscriptions(dict[str, Any]):
-    """Dictionary that may change during an iteration."""
+    """Dictionary that can change while it is iterated."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(super().__iter__()))

@@ -88,7 +88,6 @@ def format_card(card: MethodCard, common: Sequence[MethodParameter] = ()) -> lis
 
 
 def format_method_table(names: Iterable[str], installed_plugins: Sequence[plugins.Plugin] = ()) -> list[str]:
-    """Return the terminal's lines of a table of names and titles."""
     titles = {name: make_card(name).title for name in names}
     titles |= {p.name: f"of package {p.package} {p.version} ({p.target})" for p in installed_plugins}
     return table.format_table([list(row) for row in titles.items()], "<~")

@@ -111,7 +111,6 @@ def make_table_head(result: dict[str, Any]) -> list[str]:
 
 
 def format_table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """Return the table as text cells, with costs up to the target or in total."""
     rows, scale = [], metrics.display_factor(metrics.METRICS[result["metric"]])
     for row in result["table"]:
         cells = [row["method"], str(len(row["seeds"]))]
@@ -190,7 +189,6 @@ def make_plots(runs: Sequence[SeedRun], target: float | None) -> dict[str, plots
 
 
 def make_cost_plots(by_name: Mapping[str, Sequence[SeedRun]], target: float | None = None) -> dict[str, plots.Plot]:
-    """Return plots of the main metric over rounds, bytes, joules, seconds and real seconds."""
     runs = [run for method_runs in by_name.values() for run in method_runs]
     metric = find_main_metric(runs)
     factor, max_value = metrics.display_factor(metric), 100.0 if metric.share else math.inf

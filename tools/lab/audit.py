@@ -157,7 +157,7 @@ def audit_methods(data: Path, *, count: int = 4, size: int = 0) -> dict[str, Any
 
 
 def compare_fingerprints(examples: Examples) -> list[dict[str, float]]:
-    """Return the cosine of a fingerprint's first vector and the mean image, for several numbers of examples."""
+    """Return the cosine of fingerprints' first vectors and the mean image, for several example counts."""
     similarities = []
     for size in (1, *FINGERPRINT_SIZES):
         if size <= len(examples):
@@ -210,7 +210,7 @@ def draw_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]
 
 
 def infer_label(gradient: Tensors, head: str | None) -> int | None:
-    """Return the label of a single example, inferred from the head's bias gradient, or None if that was not sent."""
+    """Return a single example's label, inferred from the head's bias gradient, or None if that is missing."""
     bias = gradient.get(f"{head}.bias")
     return None if bias is None else int(bias.argmin())
 

@@ -203,7 +203,7 @@ class SiteWorker:
             self._outcome = WorkResult(code=code, reason=shorten_error(f"the site's round failed: {event.reason}"))
 
     def read_capabilities(self, capabilities: Capabilities, now_s: float) -> Capabilities:
-        """Return the capabilities of the site, and set the memory of `SiteDevice` to that of all online devices.
+        """Return the site's capabilities, and set the memory of `SiteDevice` to that of all online devices.
 
         Engines and codecs are those of any online device, the memory budget is the largest.
         """

@@ -63,7 +63,6 @@ def count_examples(job: JobSettings, devices: int | None = None) -> ClassCounts:
 
 
 def print_counts(job: JobSettings, devices: int | None, out: Path | None, format: str) -> int:
-    """Print the example counts of a job's devices, and draw them into `out` if given. Return 0."""
     counts = count_examples(job, devices)
     if out is not None:
         disk.write_output(out, plots.add_background(plots.render_picture(draw_counts(counts, job.name))))

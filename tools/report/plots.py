@@ -184,7 +184,7 @@ def plot_dots(rows: Sequence[DotRow], title: str, x: str, *, max_value: float = 
 
 
 def plot_matrix(counts: Sequence[Sequence[int]], names: Sequence[str], title: str) -> Plot:
-    """Return a plot of a confusion matrix, with a row per true class. A cell's opacity is its share of the row."""
+    """Return a plot of a confusion matrix, with a row per true class. Opacity is the share of the row."""
     count, side = len(names), WIDTH - _compute_label_width([PlotBar(name, ()) for name in names]) - RIGHT
 
     def draw(axis: Any, add_tooltip: AddTooltip) -> None:

@@ -317,7 +317,7 @@ def _load_block_graphs(
 
 
 def load_graph(block: str, path: Path) -> onnx.ModelProto:
-    """Load a block's graph with its weights, or raise ModelError if `fedquilt.onnx.graph_check` refuses it."""
+    """Load a block's graph with its weights, or raise ModelError if `graph_check` refuses it."""
     try:
         graph_check.check_file(path)
         model = onnx.load(path, load_external_data=False)

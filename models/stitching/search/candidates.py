@@ -54,7 +54,7 @@ MAX_FRONT = 12  # maximum number of validated sets of taps, without controls
 
 
 def end_search(state: SearchState) -> SearchState:
-    """Return the state in the next phase: "validate" for aligned heads, "done" without networks, or "gather"."""
+    """Return the state in the next phase: "validate", "gather" or, without finished networks, "done"."""
     if state.params.head == "aligned":
         finalists = aligned_candidates(state, state.finalists)
         return replace(state, phase="validate" if finalists else "done", candidates=finalists)
@@ -214,7 +214,7 @@ def candidate_cost(state: SearchState, candidate: Candidate) -> InferenceCost:
 
 
 def worst_cost(state: SearchState, candidate: Candidate) -> InferenceCost:
-    """Return the cost of an example that runs through the whole candidate, in a cascade through both networks."""
+    """Return the cost of an example that runs through all networks of a candidate, as in a cascade."""
     cost = _inference_cost(state, candidate.paths, bool(candidate.head))
     if candidate.early is None:
         return cost
@@ -280,7 +280,6 @@ class _TruncationSearch:
         return [self._refine_penalty(tap_set) for tap_set in distinct_sets if len(tap_set.taps) > 1]
 
     def _extend(self, base: _TapSet, chain: tuple[int, ...]) -> list[_TapSet]:
-        """Return the base joined with the first one, two, ... taps of a chain, as far as the limits allow."""
         sets = [(*base.taps, *chain[: count + 1]) for count in range(len(chain))]
         sets = [taps for taps in sets if self._is_allowed(taps)]
         if not sets:

@@ -232,7 +232,7 @@ def _credential_lines(name: str, systemd: int) -> str:
 
 
 def fill_template(text: str, values: Mapping[str, str]) -> str:
-    """Return a template with each @WORD@ replaced by its value. Lines with only an empty value are dropped."""
+    """Return a template with its @WORD@ marks replaced. Lines with only an empty value are dropped."""
     lines = []
     for line in text.splitlines():
         filled = line

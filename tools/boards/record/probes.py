@@ -63,7 +63,7 @@ def build_probes_by_workload() -> dict[str, list[TaskProbe]]:
 
 
 def fit_rates(probes: Sequence[TaskProbe], seconds: Sequence[float]) -> Rates:
-    """Return the FLOPs and bytes per second, and seconds per launch and task, that fit the probes' times best.
+    """Return the FLOPs and bytes per second, and seconds per launch and task, that fit the times best.
 
     No value is negative. A value is None if it does not affect the times.
     """

@@ -123,7 +123,7 @@ def known_idle_w(boards: Mapping[str, ScaledBoard]) -> dict[str, float]:
 
 
 def summarise_run(run: PolicyRun) -> dict[str, Any]:
-    """Return energies in joules until each round's deadline, durations, the share of tasks in time and used points."""
+    """Return energies in joules, durations, the share of tasks in time, and the used operating points."""
     idle_w = known_idle_w(run.boards)
     joules = dict.fromkeys(idle_w, 0.0)
     in_time = tasks = 0

@@ -119,7 +119,7 @@ def list_or_run_tables(
     cache_folder: Path = CACHE_FOLDER,
     format: str,
 ) -> int:
-    """List the tables, or run one, print its result and write JSON and SVG. Return 1 if a claim fails, otherwise 0."""
+    """List the tables, or run one and write JSON and SVG. Return 1 if a claim fails, otherwise 0."""
     tables = load_tables()
     if name is None:
         rows_of_list = [

@@ -124,7 +124,6 @@ def make_bundles(jobs: Sequence[tuple[Mapping[str, Any], PretrainSettings | None
 
 
 def make_pretrained_bundle(table: dict[str, Any], pretrain: PretrainSettings | None, folder: Path) -> None:
-    """Write the bundle of a job into `folder / "bundle"`, after pretraining its weights if requested."""
     folder.mkdir(parents=True, exist_ok=True)
     if pretrain is not None:
         _use_one_thread()
@@ -203,7 +202,7 @@ def run_with_options(
     report: comparison.ReportRound = lambda done: None,
     **changes: Any,
 ) -> SeedRun:
-    """Run a job with the options of its grid and row. `changes` replace arguments of `single_run.run_seed`."""
+    """Run a job with options of its grid and row. `changes` replace arguments of `single_run.run_seed`."""
     arguments: dict[str, Any] = {
         "select_members": options.select_devices,
         "offline_count": options.row.away,
@@ -256,7 +255,7 @@ def find_function(name: str) -> Callable[..., Any]:
 
 
 def read_value(run: SeedRun, name: str, target: float | None = None) -> Any:
-    """Return a value of a run by name, from `figures` or else from the last evaluation, or None if it is unknown.
+    """Return a run's value by name, from `figures` or else from the last evaluation, or None if unknown.
 
     "test@3" is the value of "test" after 3 rounds. "rounds_to" is the number of rounds until "test" reaches the target,
     or None if it never does.

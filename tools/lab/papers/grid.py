@@ -254,7 +254,6 @@ def read_tables(file: Path) -> dict[str, GridTable]:
 
 
 def merge_tables(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return two tables merged recursively. Values of `overrides` replace those of `base`."""
     merged = dict(base)
     for key, value in overrides.items():
         base_value = merged.get(key)

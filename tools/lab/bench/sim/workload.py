@@ -57,7 +57,6 @@ class ContestantWorkload:
         return model
 
     def accuracy(self, model: Any) -> float:
-        """Return the accuracy on the test set, from 0 to 1."""
         import torch
 
         x, y = (np.load(self.folder / f"test_{name}.npy") for name in "xy")
