@@ -76,7 +76,6 @@ def unit_indices_by_tensor(plan: MaskPlan, model: Tensors, units_by_group: Mappi
 
 
 def cut_tensors(model: Tensors, cut: TensorCut) -> dict[str, np.ndarray]:
-    """Return contiguous copies of the entries that `cut` selects."""
     return {
         name: np.ascontiguousarray(model[name][_numpy_index(axes)]).reshape(_cut_shape(model[name], axes))
         for name, axes in cut.items()

@@ -72,14 +72,12 @@ class Classifier:
 
     @property
     def image_settings(self) -> Mapping[str, Any] | None:
-        """Table of the image inputs, or None if the network takes numbers."""
         network = self._metadata.network or {}
         tables = (self._metadata.input, network.get("input"), network)
         return next((table for table in tables if table and "channels" in table and "size" in table), None)
 
     @property
     def input_shape(self) -> tuple[int, ...] | None:
-        """Shape of one prepared example, or None if the graph does not declare the shape."""
         shape = self._engine.input_shape(self._file)
         return None if shape is None or None in shape else tuple(size for size in shape if size is not None)
 
@@ -143,7 +141,7 @@ class Classifier:
 
     @property
     def array_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of input arrays and of label arrays in an .npz, those of training first, then "x_test" or "y_test"."""
+        """Names of the arrays of inputs and of labels in an .npz: those of training, then "x_test" or "y_test"."""
         own_names = [name if isinstance(name, str) and name else "" for name in (self._reading.x, self._reading.y)]
         return (*filter(None, own_names[:1]), "x_test", "x"), (*filter(None, own_names[1:]), "y_test", "y")
 
@@ -162,7 +160,6 @@ class Classifier:
         return StoredExamples(x, y)
 
     def read_uploaded_rows(self, data: bytes) -> StoredExamples:
-        """Return the examples in the bytes of a CSV file, with their labels if the file has them."""
         with tempfile.NamedTemporaryFile(suffix=".csv") as file:
             file.write(data)
             file.flush()
@@ -248,7 +245,6 @@ def run_model(model: Path, source: Path) -> list[Prediction]:
 
 
 def compute_accuracy(rows: Sequence[Prediction]) -> float | None:
-    """Return the share of correct predictions, or None if no true label is known."""
     correct = [row.label == row.truth for row in rows if row.truth is not None]
     return sum(correct) / len(correct) if correct else None
 

@@ -155,7 +155,6 @@ def _add_unfilled_class_priors(graph: bytes) -> bytes:
 
 
 def _last_class_shares(store: Store, row: StoredJob, method: Method) -> tuple[float, ...]:
-    """Return the class shares of the run's last evaluation, or () for equal shares."""
     evaluations = [event.evaluation for _, _, event in store.read_events(row.id) if isinstance(event, RoundCommitted)]
     counted = [] if method.traits.equal_classes else [sums for sums in evaluations if sums is not None]
     return evaluation.class_shares(evaluation.count_classes(counted[-1])) if counted else ()

@@ -165,7 +165,7 @@ class QuantizationResult:
 
 @dataclass(frozen=True)
 class QuantizationTrial:
-    """Scoring parameters and images of a quantisation: `images` for calibration, and twice as many for tests."""
+    """Scoring parameters, and images of which `images` each are for ranges, comparison and junctions."""
 
     params: SearchSettings
     examples: Examples

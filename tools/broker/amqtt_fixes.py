@@ -31,7 +31,6 @@ class ReplayedStream(StreamReaderAdapter):  # type: ignore[misc]
         self._head = head
 
     async def read(self, n: int = -1) -> bytes:
-        """Read up to n bytes, first those read ahead. A negative n reads to the end."""
         if not self._head:
             return await super().read(n)
         if n < 0:

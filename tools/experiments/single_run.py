@@ -1,4 +1,4 @@
-"""Run of one job on a simulated fleet: for a comparison (`run_seed`), or with an event log (`run_job`)."""
+"""Run of a job on a simulated fleet: for a comparison (`run_seed`), or with an event log (`run_job`)."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ FILE_NAMES: Final = {"joules": "energy", "seconds": "board-time", "real_seconds"
 def make_result(
     job: str, runs: Sequence[SeedRun], target: float | None, failed: Sequence[str] = (), note: str = ""
 ) -> dict[str, Any]:
-    """Return the comparison for JSON, with its table and all runs."""
     return {
         "job": job,
         "accuracy_on": "test set" if any(run.tested for run in runs) else "held-out shares",

@@ -119,7 +119,7 @@ def parse_signing_request(pem: str, device: str) -> ec.EllipticCurvePublicKey:
 
 
 class CertificateAuthority:
-    """Certificate authority in a folder that `create` made. Raises StoreError for missing or damaged files."""
+    """Certificate authority in a folder of `create`. Raises StoreError for missing or damaged files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

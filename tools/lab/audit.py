@@ -188,7 +188,6 @@ def format_result(result: Mapping[str, Any]) -> list[str]:
 
 
 def audit_and_print(data: Path, out: Path, format: str, options: Mapping[str, Any]) -> int:
-    """Run the audit, write the images as SVG and print the result. Return 0."""
     result = audit_methods(data, **options)
     by_picture = zip(*(row["psnr_db"] for row in result["rows"].values()), strict=True)
     notes = [["", *(f"{decibels:.1f} dB" for decibels in row)] for row in by_picture]

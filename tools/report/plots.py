@@ -247,7 +247,6 @@ def draw_on_axes(plot: Plot, axes: Any = None) -> Any:
 
 
 def choose_plot(plots: Mapping[str, Plot], x: str) -> Plot:
-    """Return the plot over `x`, or raise JobError if there is none."""
     if not plots:
         raise JobError("the run has fewer than two evaluations to plot: set [check] every = 1")
     if x not in plots:

@@ -250,7 +250,6 @@ class ActivationCache:
             log.warning("%s was not stored for later tasks: %s", self._folder / name, error)
 
     def find(self, name: str, shape: tuple[int, ...]) -> FileStack | None:
-        """Return a stored stack, or None if it is missing or damaged."""
         return FileStack.open(self._folder / name, shape) or FileStack.open(self._folder / (name + SPARE_SUFFIX), shape)
 
     def _evict_entries_for(self, size: int) -> bool:

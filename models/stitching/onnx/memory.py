@@ -214,7 +214,6 @@ def _single_example_model(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _fold_shape_arithmetic(model: onnx.ModelProto, shapes: Mapping[str, Dims]) -> bool:
-    """Replace operations on shapes by constants, in place. Return whether any was replaced."""
     # onnx's inference follows sizes through additions and products, not through divisions.
     embedded = (tensor for tensor in model.graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL)
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in embedded}

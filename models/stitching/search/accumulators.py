@@ -106,7 +106,6 @@ def _read_update(state: SearchState, update: DeviceUpdate) -> Any:
 
 
 def fold_update(state: SearchState, sums: Accumulator | None, update: DeviceUpdate) -> Accumulator:
-    """Add a device's update to the accumulator of the round, after validation."""
     unpacked = _read_update(state, update)
     sums = ACCUMULATOR_TYPES[state.phase]() if sums is None else sums
     match sums:

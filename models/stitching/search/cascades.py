@@ -63,7 +63,6 @@ def _cascade_pairs(state: SearchState) -> list[tuple[int, int]]:
 
 
 def _is_within_budget(state: SearchState, candidate: Candidate) -> bool:
-    """Return whether the mean cost is within the budget, and the worst cost within LATE_FACTOR times it."""
     mean, worst = candidates.candidate_cost(state, candidate), candidates.worst_cost(state, candidate)
     is_within = candidates.is_within_budget
     return is_within(state.params, mean) and is_within(state.params, worst, candidates.LATE_FACTOR)
@@ -119,7 +118,6 @@ def _to_candidate(state: SearchState, cascade: _Cascade) -> Candidate:
 
 
 def _extend_right_answers(state: SearchState, cascades: Sequence[_Cascade]) -> np.ndarray:
-    """Return the numbers of examples that both of two candidates predict correctly, cascades included."""
     if not state.right.size:
         return state.right
     nets = len(state.candidates)

@@ -113,7 +113,7 @@ def pick_network(state: SearchState, is_budget_spent: bool = False) -> ScoredPat
 
 
 def _bisection_rank(index: int, size: int) -> tuple[int, int]:
-    """Return the step in which bisection of [0, size) has `index` as its middle, and the index."""
+    """Return a sort key for bisection order: the step in which `index` is the middle, and the index."""
     assert 0 <= index < size
     low, high = 0, size
     step = 0

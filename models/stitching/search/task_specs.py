@@ -109,7 +109,7 @@ def _gather_work(request: moments.GatherRequest) -> WorkEstimate:
 
 
 def minimum_moments_bytes(request: moments.GatherRequest) -> int:
-    """Return the memory for the moments of the fewest images to which memory may limit a device."""
+    """Return the memory in bytes that a device needs for the moments of the fewest permitted images."""
     rows = moments.MIN_ROWS if request.samples is None else min(request.samples, moments.MIN_ROWS)
     return class_moments.factor_bytes(rows, sum(request.widths))
 

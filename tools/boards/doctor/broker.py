@@ -235,7 +235,6 @@ def _send_request(
     is_complete: Callable[[], bool] = lambda: False,
     make_request: Callable[[], ProbeRequest] = make_blob_request,
 ) -> bool:
-    """Publish a request and collect received messages. Return whether the broker refused the request."""
     dropped_before = link.dropped
     topic_suffix, message = make_request()
     link.publish(topics.device_topic(name, "up", topic_suffix), wire.encode(message))

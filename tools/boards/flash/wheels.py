@@ -219,7 +219,6 @@ class WheelDownload:
             )
 
     def _run_pip(self, requirements: Sequence[str], folder: Path, index_options: Sequence[str]) -> str | None:
-        """Download wheels with pip. Return None, or the error."""
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
         command += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", self.target.python]
         for platform in ([self.target.local_platform] if self.index else []) + list(self.target.platforms):

@@ -184,7 +184,7 @@ def memory_row(work: str, batch: int, budget: str, result: WorkResult, predicted
 
 
 def check_results(bench: TaskBench, worker: ChildWorker, free_bytes: int | None) -> Row:
-    """Compare updates of GPU and CPU and of two runs, then run a task too large for memory and a normal one.
+    """Compare updates of GPU and CPU and of two runs, then run a task too large for memory and another.
 
     `free_bytes` is the free memory of a discrete GPU, or None for a GPU with the board's memory. Raise ModelError if a
     task fails that should succeed.

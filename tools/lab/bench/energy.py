@@ -151,7 +151,6 @@ def shortest_s(board: ScaledBoard, work: WorkEstimate) -> float:
 
 
 def energy_until(board: ScaledBoard, point: OperatingPoint, work: WorkEstimate, round_s: float) -> float:
-    """Return the energy in joules of a task and of idling until the round ends."""
     seconds = cost_model.work_seconds(work, point)
     assert seconds is not None
     assert point.busy_w is not None

@@ -189,7 +189,7 @@ def _initial_state(train: Examples) -> Tensors:
 
 @dataclass(frozen=True)
 class ScoringComparison:
-    """One round by all ways of scoring and naively: processor and wall seconds, and scores."""
+    """Processor and wall seconds and scores of one round, by each way of scoring and by naive scoring."""
 
     request: ScoreRequest
     seconds: Mapping[str, np.ndarray]

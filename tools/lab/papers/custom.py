@@ -46,7 +46,7 @@ PAPER_BATCH: Final = 128  # determines the memory of tasks, and so which devices
 def observe_gates(
     folder: Path, options: ExecutionOptions, simulation: Simulation, backend: WorkBackend
 ) -> dict[str, Any]:
-    """Return sizes in bytes, uploads in % of the shared part, and FedSDG's gates, or {} before the last round."""
+    """Return sizes in bytes, uploads in % of the shared part and FedSDG's gates, or {} before the end."""
     if not simulation.is_finished:
         return {}
     tasks = sum(len(each.devices) for each in simulation.rounds)

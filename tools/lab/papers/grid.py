@@ -264,7 +264,6 @@ def merge_tables(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
 
 
 def _resolve_likes(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table with each `like` replaced by the keys of the table that it names, at all depths."""
     resolved = {key: _resolve_likes(value) if isinstance(value, Mapping) else value for key, value in table.items()}
 
     def resolve(key: str, ancestors: tuple[str, ...] = ()) -> Any:

@@ -111,7 +111,7 @@ def make_reference(names: Sequence[str], values: np.ndarray, classes: np.ndarray
 
 
 def find_bin(edges: Sequence[float], value: float) -> int:
-    """Return the bin of a value: even between two edges, odd at an edge."""
+    """Return the number of a value's bin: even between two edges, odd at an edge."""
     return bisect_left(edges, value) + bisect_right(edges, value)
 
 

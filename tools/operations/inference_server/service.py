@@ -299,7 +299,6 @@ class ModelService:
             self.write_status()
 
     def write_status(self) -> None:
-        """Write the status file, and the reference file if there is a new reference."""
         if self._home is None:
             return
         self._last_write = (self._clock(), self.served + self.failed)

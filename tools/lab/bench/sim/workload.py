@@ -84,7 +84,6 @@ def print_result(start_s: float, rounds_s: list[float], accuracy: float, **measu
 
 
 def seconds_since_start() -> float:
-    """Return the seconds since the start time in the environment variable BENCH_BEGAN."""
     return time.time() - float(os.environ["BENCH_BEGAN"])
 
 
