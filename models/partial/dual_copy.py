@@ -30,7 +30,7 @@ def is_trained(trained: Sequence[str], name: str) -> bool:
 
 @dataclass(frozen=True)
 class GateFunction:
-    """Piecewise linear gate: slope where the gate is off, and largest output where it is on."""
+    """Gate of an activation: the slope of values that it blocks, and the limit of values that it passes."""
 
     slope: float = 0.0  # factor of values whose gate is off
     cap: float | None = None  # limit of values whose gate is on, or None without a limit

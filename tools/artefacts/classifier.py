@@ -141,7 +141,7 @@ class Classifier:
 
     @property
     def array_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of the arrays of inputs and of labels in an .npz: those of training, then "x_test" or "y_test"."""
+        """Names of input and of label arrays in an .npz, those of training first, then "x_test" or "y_test"."""
         own_names = [name if isinstance(name, str) and name else "" for name in (self._reading.x, self._reading.y)]
         return (*filter(None, own_names[:1]), "x_test", "x"), (*filter(None, own_names[1:]), "y_test", "y")
 

@@ -289,7 +289,7 @@ class _GraphBuilder:
 
 
 def _copy_with_renamed_values(node: onnx.NodeProto, names: Mapping[str, str], prefix: str) -> onnx.NodeProto:
-    """Return a copy whose values are renamed by `names`, and otherwise prefixed, also in subgraphs."""
+    """Return a copy in which values are renamed by `names`, or else prefixed, also in subgraphs."""
     renamed = onnx.NodeProto()
     renamed.CopyFrom(node)
     renamed.name = f"{prefix}{node.name}"
