@@ -187,7 +187,7 @@ def state_names_by_alias(model: nn.Module) -> dict[str, str]:
 
 
 def modules_sharing_weight(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """Return the paths and modules that have the weight of the module at `path`, itself included."""
+    """Return path and module of each module that shares the weight of the one at `path`, itself included."""
     weight = model.get_submodule(path).weight
     all_modules = model.named_modules(remove_duplicate=False)
     return [(module_path, module) for module_path, module in all_modules if getattr(module, "weight", None) is weight]

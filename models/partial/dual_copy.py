@@ -101,7 +101,7 @@ def nodes_depending_on_trained(traced: fx.GraphModule, trained: Sequence[str]) -
 
 
 def nodes_feeding_weights(traced: fx.GraphModule) -> set[fx.Node]:
-    """Return the operations on whose outputs a later operation with tensors depends."""
+    """Return the operations whose outputs reach a later operation with tensors."""
     feeding_nodes: set[fx.Node] = set()
     for node in reversed(traced.graph.nodes):
         if node in feeding_nodes or uses_tensors(traced, node, None):

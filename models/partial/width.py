@@ -33,7 +33,7 @@ def leading_units(plan: MaskPlan, rate: float) -> dict[str, np.ndarray]:
 
 
 def strongest_units(plan: MaskPlan, model: Tensors, rate: float) -> dict[str, np.ndarray]:
-    """Return the ceil(rate * width) units of each group with the largest L1 norm, in order."""
+    """Return the ceil(rate * width) units of each group with the largest L1 norm, in ascending order."""
     units_by_group = {}
     for group, width in plan.widths.items():
         norm = np.zeros(width)
@@ -84,7 +84,7 @@ def cut_tensors(model: Tensors, cut: TensorCut) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class WeightedEntrySums:
-    """Sums of every entry over the devices that sent the entry: sum_k n_k x_k and sum_k n_k."""
+    """Sums of each entry and of its weights over the devices that sent it: sum_k n_k x_k and sum_k n_k."""
 
     total: dict[str, exact_sums.ExactSum] = field(default_factory=dict)  # for counters the maximum
     weight: dict[str, exact_sums.ExactSum] = field(default_factory=dict)

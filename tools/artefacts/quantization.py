@@ -165,7 +165,7 @@ class QuantizationResult:
 
 @dataclass(frozen=True)
 class QuantizationTrial:
-    """Scoring parameters, and images of which `images` each are for ranges, comparison and junctions."""
+    """Scoring parameters, and `images` images for each of value ranges, comparison and junctions."""
 
     params: SearchSettings
     examples: Examples

@@ -144,8 +144,9 @@ def _list_properties(method: Method) -> Iterable[tuple[str, str]]:
     traits, aggregation = method.traits, method.aggregation
     yield "paper", re.sub(r"\b(\d{4}\.\d{5})\b", r"[\1](https://arxiv.org/abs/\1)", method.paper)
     yield "a device sends", traits.sent_data
-    lost = "starts without it" if traits.replaces_private_state else "declines"
-    yield "stays on the device", f"{traits.private_data}; a device that lost it {lost}" if traits.private_data else "-"
+    fallback = "starts without it" if traits.replaces_private_state else "declines"
+    private = f"{traits.private_data}; a device that lost it {fallback}" if traits.private_data else "-"
+    yield "stays on the device", private
     if "onnx" not in method.engines:  # other methods predict their work block by block
         yield "passes over an example in an epoch", _format_passes(traits)
         yield "memory beside plain SGD", _format_copies(traits.model_copies)

@@ -89,13 +89,13 @@ def _get_cost(point: EvaluationPoint, name: str) -> float | None:
 
 
 def _compute_mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known and len(known) == len(values) else None
+    known_values = [value for value in values if value is not None]
+    return statistics.fmean(known_values) if known_values and len(known_values) == len(values) else None
 
 
 def _compute_deviation(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.stdev(known) if len(known) > 1 and len(known) == len(values) else None
+    known_values = [value for value in values if value is not None]
+    return statistics.stdev(known_values) if len(known_values) > 1 and len(known_values) == len(values) else None
 
 
 def make_table_head(result: dict[str, Any]) -> list[str]:

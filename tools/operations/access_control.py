@@ -1,6 +1,6 @@
 """Access control of a web page by host name, origin and token.
 
-All functions depend on the headers of a request alone. Reading needs no token, and links from other sites work. Pages
+All functions depend only on the headers of a request. Reading needs no token, and links from other sites work. Pages
 of other sites cannot read responses, because no header permits it. Actions must come from the dashboard's own pages.
 """
 

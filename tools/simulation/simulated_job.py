@@ -72,9 +72,9 @@ class SimulatedRound:
 class Simulation:
     """One job on one simulated fleet.
 
-    `held_out_counts` has the number of held-out examples of each device. Boards and budgets are assigned in this
-    order. An interrupted run resumes in `home`, and `rounds` starts with its earlier rounds. Devices in `offline` are
-    offline at first (`SimulatedFleet.bring_online`).
+    `held_out_counts` has the number of held-out examples of each device. Boards and budgets are assigned in the order
+    of its keys. An interrupted run resumes in `home`, and `rounds` starts with its earlier rounds. Devices in `offline`
+    are offline at first (`SimulatedFleet.bring_online`).
     """
 
     def __init__(

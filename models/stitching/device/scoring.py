@@ -181,8 +181,8 @@ class _BlockScorer:
     def _blocks_to_complete_with(self, block: Block) -> list[Block]:
         if not self._request.completes:
             return []
-        later = (b for b in self._request.blocks.values() if b.donor == block.donor and b.index > block.index)
-        return sorted((b for b in later if b.kind != "end"), key=lambda b: b.index)
+        later_blocks = (b for b in self._request.blocks.values() if b.donor == block.donor and b.index > block.index)
+        return sorted((b for b in later_blocks if b.kind != "end"), key=lambda b: b.index)
 
     def _score_against_labels(self, maps: ActivationSource, examples: int) -> cka.CkaScore:
         batches = block_runner.iterate_pieces(SourceSlice(maps, 0, examples))

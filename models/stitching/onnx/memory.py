@@ -112,7 +112,7 @@ class _NodeUses:
         self.last_use = {name: index for index, node in enumerate(self.nodes) for name in node.input}
 
     def find_reused_input(self, index: int, output: str, shapes: Mapping[str, object]) -> str | None:
-        """Return the first input if the node reshapes it, or computes in place as its last user, or None."""
+        """Return the node's first input if the output reuses its buffer, by a reshape or in place, or None."""
         node = self.nodes[index]
         source = node.input[0] if node.input else ""
         if source not in self.computed or source == self.input or output == self.output:

@@ -157,11 +157,11 @@ def _count_shapes(state: SearchState) -> dict[str, tuple[int, ...]]:
 
 
 def _read_valid_counts(update: DeviceUpdate, state: SearchState) -> dict[str, np.ndarray]:
-    sent = update.bundles.get("counts", {})
+    sent_counts = update.bundles.get("counts", {})
     shapes, kind = _count_shapes(state), np.dtype(np.int64)
-    if missing := sorted(shapes.keys() - sent.keys()):
+    if missing := sorted(shapes.keys() - sent_counts.keys()):
         raise UpdateError(f"counts: {', '.join(missing)} missing: update the agent")
-    counts = {name: sent[name] for name in shapes}
+    counts = {name: sent_counts[name] for name in shapes}
     try:
         tensors.require_addable(counts, {name: tensors.TensorSpec(shape, kind) for name, shape in shapes.items()})
     except UpdateError as error:

@@ -233,7 +233,7 @@ class TimedWorkload:
 
 
 def build_workload() -> TimedWorkload:
-    """Return convolutions on ONNX Runtime, or matrix products of numpy without it, and copies of memory."""
+    """Return the work to time: convolutions on ONNX Runtime, or else numpy's products, and memory copies."""
     source, target = np.ones(COPIED_BYTES, np.uint8), np.ones(COPIED_BYTES, np.uint8)
 
     def copy_memory() -> None:

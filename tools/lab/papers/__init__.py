@@ -186,7 +186,7 @@ def make_result(
 
 
 def judge_claims(grid: Grid, columns: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[ClaimSpec, dict[str, Any]]]:
-    """Return claim and verdict by name, without claims that lack a run."""
+    """Return each claim and its verdict by claim name. Claims that lack a run are left out."""
     judged = {}
     for claim in grid.claims:
         baseline = claim.over or claim.of

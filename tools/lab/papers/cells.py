@@ -76,10 +76,10 @@ def make_cells(
                 job = grid.make_job(points, row, seed, rounds)
                 with toml.prefix_errors(f"{source}, row {name!r}"):
                     settings.parse_job(job)
-                before = [grid.pretrain, *(point.pretrain for point in points), row.pretrain]
+                pretrain = [grid.pretrain, *(point.pretrain for point in points), row.pretrain]
                 targets = [point.target for point in points if point.target is not None]
-                planned.append((column, name, job, [None, *filter(None, before)][-1], row, [None, *targets][-1]))
-    bundles = make_bundles([(job, before) for _, _, job, before, _, _ in planned], out)
+                planned.append((column, name, job, [None, *filter(None, pretrain)][-1], row, [None, *targets][-1]))
+    bundles = make_bundles([(job, pretrain) for _, _, job, pretrain, _, _ in planned], out)
     cells = []
     for (column, name, job, _, row, target), folder in zip(planned, bundles, strict=True):
         network = {key: value for key, value in job.get("model", {}).items() if key not in WEIGHT_KEYS}
