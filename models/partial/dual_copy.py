@@ -157,12 +157,12 @@ def pool_at_indices(z: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 class DualCopy:
-    """Division of a network into frozen and trained operations, for a set of trained modules.
+    """Division of a network into frozen and trained operations (FedSQ, arXiv 2604.02990).
 
     Args:
         network: Table of the network (`fedquilt.models.networks.registry`).
         trained: Names of trained modules or tensors, the paper's sigma. All others are frozen.
-        gates: "frozen" for gates of the structural copy, "own" for the network's own nonlinearities.
+        gates: "frozen" for gates of the structural copy (the frozen network), "own" for the network's own gates.
         bn: Whether batch norm in the trained part keeps the pre-trained statistics or updates them.
         pool: Whether max pooling uses its own largest values or the structural copy's indices.
     """
@@ -229,7 +229,7 @@ class DualCopy:
         ]
 
     def _build_frozen_graph(self, *, scores: bool) -> fx.Graph:
-        """Return the graph from examples to inputs of the trained part, pool indices, masks and maybe scores."""
+        """Return the graph from examples to the trained part's inputs, indices, masks and optional scores."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         indices: list[fx.Node] = []
         for node in self._traced.graph.nodes:

@@ -294,7 +294,7 @@ def from_artefact(meta: Mapping[str, Any], arrays: Tensors) -> StitchedNetwork:
 
 
 def require_label_scores(network: StitchedNetwork) -> None:
-    """Raise ModelError unless the network has blocks, and a head or an alignment with labels."""
+    """Raise ModelError unless the network has blocks, and a head or an alignment of classes with labels."""
     if not network.taps or not all(network.taps):
         raise ModelError("the stitched network has no taps, or a tap without blocks: run the search again")
     if network.head is None and not any(network.align or ()):

@@ -69,7 +69,7 @@ class _RangeReader(quantization.CalibrationDataReader):  # type: ignore[misc]
 def quantize_block(block: Block, paths: Mapping[str, Path], calibration_inputs: Iterator[np.ndarray]) -> bytes | None:
     """Return a block's 8-bit graph, with activation ranges from `calibration_inputs`, or None.
 
-    The first block, divided blocks, blocks without weights and blocks whose 8-bit graph needs more memory have none.
+    The result is None for first and divided blocks, without weights, and if the 8-bit graph needs more memory.
     """
     if block.kind == "start" or sum(len(stage) for stage in block.stages) > 1:
         return None

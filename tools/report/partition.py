@@ -117,7 +117,7 @@ def format_counts(counts: ClassCounts) -> list[str]:
 def draw_counts(counts: ClassCounts, title: str = "") -> plots.Picture:
     """Return a picture with a dot per device and class, and a bar per device.
 
-    The area of a dot is the number of examples: its dark part for training, its pale rim held out.
+    A dot's area is the number of examples, with a dark part for training and a pale rim for held-out ones.
     """
     totals = counts.train + counts.held
     cell = min(MAX_COLUMN_WIDTH, max(MIN_COLUMN_WIDTH, MAX_TOTAL_WIDTH / max(1, len(counts.devices))))

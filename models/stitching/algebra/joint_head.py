@@ -170,7 +170,7 @@ def _gcv(rss: float, freedom: float, n: float) -> float:
 
 
 def fit_discriminant(sums: StandardisedSums, ridge: float) -> LinearHead:
-    """Fit a linear discriminant for equally frequent classes, with a ridge within classes.
+    """Fit a discriminant for equally frequent classes, with a ridge on the covariance within classes.
 
     A class without examples gets weights of 0 and the bias ABSENT_BIAS, so that it never wins.
     """

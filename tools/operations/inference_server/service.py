@@ -132,7 +132,7 @@ class UnknownClassificationError(DataError): ...
 
 
 class ModelService:
-    """Classification with the current model. Thread-safe, with one request at a time."""
+    """Classification with the current model. Thread-safe: requests run one at a time."""
 
     def __init__(
         self,
