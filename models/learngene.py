@@ -20,7 +20,7 @@ def choose_learngene_layers(
     selection: Literal["lowest", "highest"],
     norm: Literal["mul", "div_sqrt", "none"],
 ) -> list[str]:
-    """Return the names of `count` layers with the lowest or highest score (GENE-FL, Eq. 9), sorted.
+    """Return the `count` layers of lowest or highest score (GENE-FL, Eq. 9), the extreme one first.
 
     The score is the cosine distance of a layer's weights from those in `old_model`. With `norm` "mul" it is multiplied
     by the layer's share of all weights, with "div_sqrt" divided by the share's root.
@@ -77,16 +77,17 @@ def penalty_hooks(
     elastic_tensors: Tensors,
     strengths: Mapping[str, float],
 ) -> Hooks:
-    """Return hooks that add the gradients of both penalties (GENE-FL, Eq. 4 and 8), or empty hooks without a penalty.
+    """Return hooks that add the gradients of both penalties (GENE-FL, Eq. 4 and 8).
 
-    The sum of both gradients is 2 s (theta - Theta) + 2 e (theta - el) = p (theta - aim).
+    Without a penalty, the hooks are empty. Otherwise each penalised tensor is pulled to a mean of `received` and
+    `elastic_tensors`.
 
     Args:
-        smooth_weight: Weight lambda1.
-        elastic_weight: Weight lambda2.
-        trained: All trained tensors of theta~.
-        received: Tensors Theta of the cluster.
-        elastic_tensors: Tensors el of the elastic learnGene, for the penalised tensors.
+        smooth_weight: Weight lambda1 of the penalty that pulls to `received`.
+        elastic_weight: Weight lambda2 of the penalty that pulls to `elastic_tensors`.
+        trained: All trained tensors.
+        received: Tensors of the cluster, Theta in the paper.
+        elastic_tensors: Tensors of the elastic learnGene, by name of the penalised tensor.
         strengths: Strength a_l of each penalised tensor.
     """
     smooth_pulls = {name: 2 * smooth_weight * value for name, value in strengths.items()}

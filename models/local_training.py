@@ -80,7 +80,7 @@ def initial_state(bundle: core.Bundle, params: Any) -> NetworkState:
 
 
 def initial_states_by_tier(bundle: core.Bundle, params: Any) -> dict[str, NetworkState]:
-    """Return the first state of each network: of a tier with a network of its own, and as "" of all other devices."""
+    """Return the initial state of each network: by memory tier, and as "" for all devices without a tier."""
     states = {"": initial_state(bundle, params)}
     for tier, meta in bundle.meta.get("tiers", {}).items():
         prefix = f"{tier}/"
@@ -112,7 +112,7 @@ def training_work(
 ) -> core.WorkEstimate:
     """Return the cost of training the whole network by mini-batches.
 
-    The predicted peak holds one example at a time or, with trained batch norm, a mini-batch.
+    The memory peak is that of one example at a time, or of a mini-batch if batch norm is trained.
 
     Args:
         state: State with the parameters, the network's table and the cost of a forward pass.
@@ -194,7 +194,7 @@ def fit_from_task(task: core.Task) -> core.Fit:
 
 
 def training_round(params: Mapping[str, Any], round: int) -> int:
-    """Return the number of a round when earlier evaluation rounds (parameter `settled`) are not counted."""
+    """Return a round's number without earlier evaluation-only rounds, which parameter `settled` counts."""
     return round - int(params.get("settled", 0))
 
 
@@ -229,7 +229,7 @@ def require_unit_weight(update: core.DeviceUpdate) -> None:
 
 
 def reported_steps(update: core.DeviceUpdate) -> float:
-    """Return the number of mini-batches that a device reports in metric "steps", or raise UpdateError below 1."""
+    """Return the mini-batches that a device reports as "steps", or raise UpdateError below 1."""
     steps = update.metrics.get("steps", 0.0)
     if not 1 <= steps < 2**53:
         raise core.UpdateError(f"{update.device} reports {steps:g} steps: this method requires 1 or more")

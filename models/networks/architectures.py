@@ -1,4 +1,4 @@
-"""Small networks for edge devices, the residual networks of CIFAR-10, and networks of series, texts and image patches.
+"""Small networks for images, series and texts, and the residual networks of CIFAR-10.
 
 The input of networks for time series and spectrograms is (n, steps, channels). The input of networks for text is
 (n, length) token ids, where 0 is padding. Requires torch.
@@ -25,7 +25,6 @@ def mlp(inputs: int, classes: int, hidden: tuple[int, ...] = (64,)) -> nn.Module
 
 
 def rezero(inputs: int, classes: int, width: int = 32, blocks: int = 2) -> nn.Module:
-    """Build fully connected residual blocks, each with a learned gain (ReZero, arXiv 2003.04887)."""
     stem = [nn.Flatten(), nn.Linear(inputs, width), nn.ReLU()]
     return nn.Sequential(*stem, *(ScaledResidual(width) for _ in range(blocks)), nn.Linear(width, classes))
 
@@ -311,9 +310,10 @@ def vit(
     heads: int = 4,
     hidden: int = 0,
 ) -> nn.Module:
-    """Build a vision transformer. `hidden` is the width between a block's two linear layers, or 0 for 2 * `width`.
+    """Build a vision transformer, by default smaller than ViT-Tiny/16.
 
-    ViT-Tiny/16 is patch 16, width 192, depth 12, heads 3, hidden 768.
+    `hidden` is the width between a block's two linear layers, or 0 for 2 * `width`.
+    ViT-Tiny/16 has patch 16, width 192, depth 12, heads 3 and hidden 768.
     """
     return ViT(channels, size, classes, patch, width, depth, heads, hidden or 2 * width)
 

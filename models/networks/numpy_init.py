@@ -27,7 +27,7 @@ def can_initialise(network: Mapping[str, Any], weights: object) -> bool:
 
 
 def initial_mlp_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Return the float32 tensors "1.weight" (out, in), "1.bias" (out,) and so on of an mlp, as torch draws them."""
+    """Return an mlp's float32 tensors "1.weight" (out, in), "1.bias" (out,) and so on, drawn as by torch."""
     source = np.random.MT19937()
     seeded: Any = np.random.RandomState(seed & 0xFFFFFFFF).get_state(legacy=False)  # seeded like `torch.manual_seed`
     source.state = seeded

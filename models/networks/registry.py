@@ -117,7 +117,7 @@ def load_network(network: Mapping[str, Any], weights: str | Path | None = None, 
 
 
 def measure_cost(model: nn.Module, shape: tuple[int, ...]) -> NetworkCost:
-    """Run the network on an example of `shape` and return the cost. Exceptions of the network are raised."""
+    """Run the network on an example of `shape` and return the cost. Errors of the network propagate."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode

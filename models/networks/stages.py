@@ -1,4 +1,4 @@
-"""Division of a network into stages, networks cut to their first stages, and classifiers at the inputs of stages.
+"""Division of a network into stages, cuts after the first stages, and classifiers between stages.
 
 A stage is one or more consecutive blocks. Between two stages the network has one value, the input of the first layer of
 the next stage. The order of layers comes from the trace of `fedquilt prepare` and is checked when the network runs.

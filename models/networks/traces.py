@@ -1,4 +1,4 @@
-"""Traces of networks: operations by torch.fx, costs of layers, and the register of tensors. Requires torch."""
+"""Traces of networks: operations by torch.fx, costs of layers, and names of tensors. Requires torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trace_network(model: nn.Module, subject: str, fix: str) -> fx.GraphModule:
     Args:
         model: Network to trace.
         subject: Name of the network in the error message.
-        fix: Alternative to a rewrite, for the error message.
+        fix: Advice that ends the error message, as an alternative to "remove branches on values".
 
     Raises:
         ModelError: If the network has operations that torch.fx cannot trace.
@@ -173,7 +173,7 @@ def names_of_tensors(model: nn.Module) -> list[list[str]]:
 
 
 def state_names_by_alias(model: nn.Module) -> dict[str, str]:
-    """Return the first state-dict name of each module's own tensors, by the tensor's name in that module."""
+    """Return each module's own tensors by path and attribute, with their names in `state_without_aliases`."""
     first_names: dict[str, str] = {}
     names_by_id = _tensor_names_by_id(model)
     for path, module in model.named_modules():
@@ -187,7 +187,7 @@ def state_names_by_alias(model: nn.Module) -> dict[str, str]:
 
 
 def modules_sharing_weight(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """Return the paths and modules that have the weight of the module at `path`, itself included."""
+    """Return path and module of each module that shares the weight of the one at `path`, itself included."""
     weight = model.get_submodule(path).weight
     all_modules = model.named_modules(remove_duplicate=False)
     return [(module_path, module) for module_path, module in all_modules if getattr(module, "weight", None) is weight]

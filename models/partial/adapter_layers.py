@@ -31,13 +31,13 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
             self.register_parameter(b, nn.Parameter(torch.zeros(rank, outputs)))
 
     def with_bias_of(self, linear: nn.Linear) -> LoraLinear:
-        """Return a layer that shares all tensors of this one except the bias."""
+        """Return a layer that shares this layer's tensors, but has the bias of `linear`."""
         layer_copy = copy.copy(self)
         layer_copy._parameters = {**self._parameters, "bias": linear.bias}
         return layer_copy
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x W^T + b + s x A B and, if the block has a gate, the branch m s x A_p B_p on top."""
+        """Return x W^T + b + s x A B, plus the own branch m s x A_p B_p if the block has a gate."""
         y = F.linear(x, self.weight, self.bias) + self.scale * (x @ self.lora_a @ self.lora_b)
         if self.gated:
             m = torch.sigmoid(self.gated[0].gate)
@@ -48,7 +48,10 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
 def insert_adapters(
     module: nn.Module, sites: Sequence[AdapterSite], rank: int, scale: float, *, with_own_branch: bool = False
 ) -> nn.Module:
-    """Replace attention and the layers of `sites` by layers with zero adapters, in place, and return the network."""
+    """Insert zero adapters into the layers of `sites` and return the network, changed in place.
+
+    Attention modules are replaced by `Attention`, because torch's own skips the call of one of its layers.
+    """
     for name, submodule in list(module.named_modules()):
         if isinstance(submodule, nn.MultiheadAttention):
             try:
@@ -79,7 +82,6 @@ def _add_gate(block: nn.Module, adapted_layers: Iterable[LoraLinear]) -> None:
 
 
 def _replace_layers_sharing_weight(module: nn.Module, layer: str, adapted: LoraLinear) -> list[LoraLinear]:
-    """Replace a layer by `adapted`, and other layers with its weight by copies with their own bias."""
     replacements = {id(module.get_submodule(layer)): adapted}
     for path, sharing_layer in traces.modules_sharing_weight(module, layer):
         if not isinstance(sharing_layer, nn.Linear):

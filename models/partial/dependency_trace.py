@@ -151,7 +151,6 @@ class _DependencyReader:
         return (path,)
 
     def _tie_or_pin_neurons(self, first: Value, second: Value) -> Value:
-        """Tie the neurons of two values in order and return the first value, or pin both and return None."""
         if first is None or second is None or [*map(self._group_width, first)] != [*map(self._group_width, second)]:
             self._pin_neurons(first)
             self._pin_neurons(second)
@@ -163,7 +162,6 @@ class _DependencyReader:
         return first
 
     def _tie_sharing_modules(self, name: str, alias: str) -> None:
-        """Tie the neurons of two modules that share a tensor, so that both mask the same neurons."""
         first, second = (self.layers.get(tensor.rpartition(".")[0]) for tensor in (name, alias))
         if first is None or second is None:
             for layer in (first, second):

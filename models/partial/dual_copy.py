@@ -30,14 +30,14 @@ def is_trained(trained: Sequence[str], name: str) -> bool:
 
 @dataclass(frozen=True)
 class GateFunction:
-    """Piecewise linear gate: its slope when off, and its cap when on."""
+    """Gate of an activation: the slope of values that it blocks, and the limit of values that it passes."""
 
     slope: float = 0.0  # factor of values whose gate is off
     cap: float | None = None  # limit of values whose gate is on, or None without a limit
 
 
 def gate_function(traced: fx.GraphModule, node: fx.Node) -> GateFunction | None:
-    """Return the gate of an activation, or None for other operations. Smooth activations have the gate of ReLU."""
+    """Return the gate of an activation, or None for other operations. Smooth activations get ReLU's."""
     if node.op == "call_module":
         module = traced.get_submodule(str(node.target))
         if isinstance(module, nn.ReLU6):
@@ -101,7 +101,7 @@ def nodes_depending_on_trained(traced: fx.GraphModule, trained: Sequence[str]) -
 
 
 def nodes_feeding_weights(traced: fx.GraphModule) -> set[fx.Node]:
-    """Return the operations on whose outputs a later operation with tensors depends."""
+    """Return the operations whose outputs reach a later operation with tensors."""
     feeding_nodes: set[fx.Node] = set()
     for node in reversed(traced.graph.nodes):
         if node in feeding_nodes or uses_tensors(traced, node, None):
@@ -149,17 +149,20 @@ def gate_with_cap(z: torch.Tensor, on: torch.Tensor, full: torch.Tensor, cap: fl
 
 
 def pool_at_indices(z: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return max pooling at the structural copy's `indices`, (n, c, h, w) in each flattened map."""
+    """Return the values of z (n, c, h, w) at a max pool's `indices` (n, c, h', w').
+
+    An index is a position in the flattened map of h * w values. `DualCopy` takes the indices from the frozen network.
+    """
     return z.flatten(2).gather(2, indices.flatten(2).long()).view(indices.shape)
 
 
 class DualCopy:
-    """Division of a network into frozen and trained operations, for a set of trained modules.
+    """Division of a network into frozen and trained operations (FedSQ, arXiv 2604.02990).
 
     Args:
         network: Table of the network (`fedquilt.models.networks.registry`).
         trained: Names of trained modules or tensors, the paper's sigma. All others are frozen.
-        gates: "frozen" for gates of the structural copy, "own" for the network's own nonlinearities.
+        gates: "frozen" for gates of the structural copy (the frozen network), "own" for the network's own gates.
         bn: Whether batch norm in the trained part keeps the pre-trained statistics or updates them.
         pool: Whether max pooling uses its own largest values or the structural copy's indices.
     """
@@ -226,7 +229,7 @@ class DualCopy:
         ]
 
     def _build_frozen_graph(self, *, scores: bool) -> fx.Graph:
-        """Return the graph from examples to inputs of the trained part, pool indices, masks and, on demand, scores."""
+        """Return the graph from examples to the trained part's inputs, indices, masks and optional scores."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         indices: list[fx.Node] = []
         for node in self._traced.graph.nodes:

@@ -27,7 +27,7 @@ OWN_STD = 0.01  # initial standard deviation of B_p: with 0 the gate would have 
 
 
 class AdapterSite(NamedTuple):
-    """Block, by its path in the network, and the linear layers in the block that are adapted."""
+    """Path of a block in the network, and the adapted linear layers in the block."""
 
     block: str
     layers: tuple[str, ...]

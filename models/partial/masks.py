@@ -63,7 +63,7 @@ def plan_from_layers(layers: Mapping[str, tuple[int, int]]) -> MaskPlan:
 
 
 def describe_unmaskable_layers(plan: MaskPlan) -> str:
-    """Return text with up to four layers that cannot be masked and the reasons, or "" without such layers."""
+    """Return text with up to four unmaskable layers and their reasons, or "" if all can be masked."""
     descriptions = [f"{layer!r} ({reader})" for layer, reader in plan.whole.items()]
     if not descriptions:
         return ""
@@ -87,7 +87,7 @@ def validate_plan(plan: MaskPlan, model: Tensors) -> None:
 
 
 def plan_from_bundle(bundle: Bundle, model: Tensors) -> MaskPlan:
-    """Return the bundle's plan, or raise ModelError if the plan is missing, masks no neuron or does not fit `model`."""
+    """Return the bundle's plan, or raise ModelError if it is missing, masks no neuron or does not fit."""
     if "masks" not in bundle.files:
         missing = "the bundle has no plan of the network's hidden neurons: run `fedquilt prepare` again"
         raise ModelError(str(bundle.meta.get("untraced", missing)))
@@ -113,7 +113,7 @@ def plan_from_array(array: np.ndarray) -> MaskPlan:
 
 
 def mask_of_equal_part(plan: MaskPlan, index: int, parts: int) -> np.ndarray:
-    """Return the mask (h,) of part `index` of `parts`. In each group, sizes of parts differ by at most 1."""
+    """Return the mask (h,) of part `index` when each group is divided into `parts` nearly equal parts."""
     group_masks = []
     for width in plan.widths.values():
         group_mask = np.zeros(width, bool)

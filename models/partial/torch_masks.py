@@ -37,7 +37,7 @@ class MaskHooks:
         self._buffers: dict[str, torch.Tensor] = {}  # values before a step on the scores
 
     def training_steps(self, rate: float) -> tuple[Step, Step]:
-        """Return the step on the mask scores, with `rate` times the learning rate, and the step on the weights."""
+        """Return a step on the mask scores, at `rate` times the learning rate, and a step on the weights."""
         scores = Step(
             rate=lambda name: rate if name == SCORES else 0.0,
             penalty=self._diversity_penalty if self._others_mean is not None and self._diversity else None,
@@ -66,7 +66,6 @@ class MaskHooks:
         return module
 
     def _begin_step(self, module: nn.Module, weights: bool) -> None:
-        """Draw the random numbers of the step's mask, and store the buffers (scores) or restore them (weights)."""
         # Buffers such as running statistics are restored after a step on the scores.
         self._draws = torch.rand(self._plan.neurons)  # on the CPU: the same draws wherever the network is
         buffers = dict(module.named_buffers())
@@ -108,7 +107,7 @@ class MaskHooks:
     def _proximal_penalty(
         self, module: nn.Module, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]
     ) -> torch.Tensor:
-        """Return mu/2 ||(x - x_g) M||^2."""
+        """Return the proximal term on covered entries, mu/2 ||(x - x_g) M||^2."""
         parts = []
         for name, value in module.named_parameters():
             if name == SCORES:

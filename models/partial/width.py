@@ -23,7 +23,7 @@ TensorCut = Mapping[str, tuple[np.ndarray | None, np.ndarray | None]]
 
 
 def select_by_tier(profile: Profile | None, values: Sequence[Any]) -> Any:
-    """Select a value by memory tier: under 1 GB or unknown, 1, 2, 4 and 8 GB."""
+    """Select one of five values by memory tier: under 1 GB or unknown, 1, 2, 4 and 8 GB."""
     tiers = (peak_memory.BELOW_SMALLEST_TIER, *peak_memory.TIER_BYTES)
     return values[tiers.index(peak_memory.tier_from_profile(profile)) if profile is not None else 0]
 
@@ -33,7 +33,7 @@ def leading_units(plan: MaskPlan, rate: float) -> dict[str, np.ndarray]:
 
 
 def strongest_units(plan: MaskPlan, model: Tensors, rate: float) -> dict[str, np.ndarray]:
-    """Return the ceil(rate * width) units of each group with the largest L1 norm, in order."""
+    """Return the ceil(rate * width) units of each group with the largest L1 norm, in ascending order."""
     units_by_group = {}
     for group, width in plan.widths.items():
         norm = np.zeros(width)
@@ -50,7 +50,7 @@ def unit_count(width: int, rate: float) -> int:
 
 
 def unit_indices_by_tensor(plan: MaskPlan, model: Tensors, units_by_group: Mapping[str, np.ndarray]) -> TensorCut:
-    """Return the row and column indices of units in every tensor, None for a whole axis.
+    """Return the row and column indices of the units in every tensor, or None for a whole axis.
 
     Groups that `units_by_group` does not name keep all units.
     """
@@ -76,7 +76,6 @@ def unit_indices_by_tensor(plan: MaskPlan, model: Tensors, units_by_group: Mappi
 
 
 def cut_tensors(model: Tensors, cut: TensorCut) -> dict[str, np.ndarray]:
-    """Return contiguous copies of the entries that `cut` selects."""
     return {
         name: np.ascontiguousarray(model[name][_numpy_index(axes)]).reshape(_cut_shape(model[name], axes))
         for name, axes in cut.items()
@@ -85,7 +84,7 @@ def cut_tensors(model: Tensors, cut: TensorCut) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class WeightedEntrySums:
-    """Sums of every entry over the devices that sent the entry: sum_k n_k x_k and sum_k n_k."""
+    """Sums of each entry and of its weights over the devices that sent it: sum_k n_k x_k and sum_k n_k."""
 
     total: dict[str, exact_sums.ExactSum] = field(default_factory=dict)  # for counters the maximum
     weight: dict[str, exact_sums.ExactSum] = field(default_factory=dict)
@@ -240,7 +239,7 @@ class BatchNormMoments:
         return result
 
     def _make_recording_hook(self, path: str) -> Any:
-        """Return a hook that, in evaluation mode, normalises with the batch's own moments and adds them to the sums."""
+        """Return a hook that normalises by the batch's own moments and records them, in evaluation mode."""
         import torch
 
         def record_input(layer: Any, inputs: tuple[Any, ...]) -> None:

@@ -108,7 +108,7 @@ def is_native_path(path: Sequence[Block]) -> bool:
 
 
 def can_connect(previous: Block, following: Block, max_upsampling: float = 2.0) -> bool:
-    """Return whether a junction can connect two blocks, with maps enlarged at most `max_upsampling` times per axis."""
+    """Return whether a junction can connect two blocks and enlarges each axis by at most `max_upsampling`."""
     if following.kind == "start" or len(previous.out_shape) != len(following.in_shape) or len(following.in_shape) < 2:
         return False
     return all(
@@ -294,7 +294,7 @@ def from_artefact(meta: Mapping[str, Any], arrays: Tensors) -> StitchedNetwork:
 
 
 def require_label_scores(network: StitchedNetwork) -> None:
-    """Raise ModelError unless the network has blocks, and a head or an alignment that turns outputs into scores."""
+    """Raise ModelError unless the network has blocks, and a head or an alignment of classes with labels."""
     if not network.taps or not all(network.taps):
         raise ModelError("the stitched network has no taps, or a tap without blocks: run the search again")
     if network.head is None and not any(network.align or ()):
@@ -330,7 +330,7 @@ def run_taps(network: StitchedNetwork, blocks: Mapping[str, Block], run: Run, x:
 
 
 def choose_early_scores(early_scores: np.ndarray, late_scores: np.ndarray, margin: float) -> np.ndarray:
-    """Return a cascade's scores (n, labels): the early ones where their two best differ by `margin` or more."""
+    """Return a cascade's scores (n, labels): early ones where their best two differ by at least `margin`."""
     return np.where(score_margins(early_scores)[:, None] >= margin, early_scores, late_scores)
 
 
@@ -343,7 +343,7 @@ def score_margins(scores: np.ndarray) -> np.ndarray:
 
 
 def compute_label_scores(network: StitchedNetwork, blocks: Mapping[str, Block], run: Run, x: np.ndarray) -> np.ndarray:
-    """Return the label scores (n, labels) of a finished network for prepared images (n, channels, size, size)."""
+    """Return the label scores (n, labels) of a network for prepared images (n, channels, size, size)."""
     require_label_scores(network)
     if network.early is not None:
         first = replace(network, taps=network.early.taps, head=network.early.head, early=None)
@@ -363,7 +363,7 @@ def compute_label_scores(network: StitchedNetwork, blocks: Mapping[str, Block], 
 
 
 def network_name(taps: Sequence[Sequence[str]], headed: bool, early: Sequence[Sequence[str]] = ()) -> str:
-    """Return a network's name, as "head on a.0-3 + (a.0-2 > b.1)" for the taps a.0 to a.3 and a stitched path.
+    """Return a network's name, such as "head on a.0-3 + (a.0-2 > b.1)" for two taps, one of them stitched.
 
     `early` are the taps of a cascade's first network. A network that is not `headed` is named by its only path.
     """

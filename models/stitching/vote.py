@@ -81,7 +81,10 @@ def greedy_picks(score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: i
 def choose_picks(
     score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: int, epsilon: float, seed: int, spread: bool = False
 ) -> tuple[list[int], bool]:
-    """Return up to `k` positions in the pool, and whether they were drawn at random (with probability `epsilon`)."""
+    """Choose up to `k` positions in the pool, best first or, with probability `epsilon`, at random.
+
+    Return the positions, and whether they are random.
+    """
     coin = tensors.seeded_rng("explore", seed)
     k = min(k, len(pool))
     if coin.random() < epsilon:
@@ -89,7 +92,9 @@ def choose_picks(
     return greedy_picks(score, level, pool, k, spread), False
 
 
-def read_ballot(sent: Tensors, pool: Sequence[str], k: int, epsilon: float, seed: int, spread: bool = False) -> Ballot:
+def read_ballot(
+    sent_tensors: Tensors, pool: Sequence[str], k: int, epsilon: float, seed: int, spread: bool = False
+) -> Ballot:
     """Validate and read the ballot that a device sent.
 
     Raises:
@@ -97,14 +102,14 @@ def read_ballot(sent: Tensors, pool: Sequence[str], k: int, epsilon: float, seed
         seed.
     """
     for name, kind in (("screen", np.float64), ("score", np.float64), ("level", np.int64), ("picks", np.int64)):
-        array = sent.get(name)
+        array = sent_tensors.get(name)
         if array is None or array.dtype != kind or array.ndim != 1:
             raise UpdateError(f"scores: {name!r} is missing, or not a vector of {np.dtype(kind)}: update the agent")
         if name != "picks" and len(array) != len(pool):
             raise UpdateError(f"scores: {name!r} has {len(array)} values for {len(pool)} blocks")
         if kind == np.float64 and not (np.abs(array) <= 1).all():
             raise UpdateError(f"scores: {name!r} has values that are not finite or not in [-1, 1]")
-    screen, score, level, picks = (sent[name] for name in ("screen", "score", "level", "picks"))
+    screen, score, level, picks = (sent_tensors[name] for name in ("screen", "score", "level", "picks"))
     if not np.isin(level, (0, 1)).all():
         raise UpdateError("scores: 'level' has values other than 0 and 1")
     expected_picks, explored = choose_picks(score, level, pool, k, epsilon, seed, spread)

@@ -72,19 +72,17 @@ class Classifier:
 
     @property
     def image_settings(self) -> Mapping[str, Any] | None:
-        """Table of the image inputs, or None if the network takes numbers."""
         network = self._metadata.network or {}
         tables = (self._metadata.input, network.get("input"), network)
         return next((table for table in tables if table and "channels" in table and "size" in table), None)
 
     @property
     def input_shape(self) -> tuple[int, ...] | None:
-        """Shape of one prepared example, or None if the graph does not declare the shape."""
         shape = self._engine.input_shape(self._file)
         return None if shape is None or None in shape else tuple(size for size in shape if size is not None)
 
     def prepare_inputs(self, x: np.ndarray) -> np.ndarray:
-        """Return stored examples as float32 inputs of the network, prepared as in training, or raise DataError."""
+        """Return stored examples as float32 network inputs, prepared as in training, or raise DataError."""
         with np.errstate(over="ignore", invalid="ignore"):  # overflows are detected below
             prepared = self._metadata.prepare_inputs(inputs.fill_missing(x, self._reading.fill))
         if not np.isfinite(prepared).all():
@@ -143,7 +141,7 @@ class Classifier:
 
     @property
     def array_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of input arrays and of label arrays in an .npz: the names in training, then "x_test" or "y_test"."""
+        """Names of input and of label arrays in an .npz, those of training first, then "x_test" or "y_test"."""
         own_names = [name if isinstance(name, str) and name else "" for name in (self._reading.x, self._reading.y)]
         return (*filter(None, own_names[:1]), "x_test", "x"), (*filter(None, own_names[1:]), "y_test", "y")
 
@@ -162,7 +160,6 @@ class Classifier:
         return StoredExamples(x, y)
 
     def read_uploaded_rows(self, data: bytes) -> StoredExamples:
-        """Return the examples in the bytes of a CSV file, with their labels if the file has them."""
         with tempfile.NamedTemporaryFile(suffix=".csv") as file:
             file.write(data)
             file.flush()
@@ -179,7 +176,7 @@ def _number_classes(network: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 
 def read_array(data: bytes, kinds: str = NUMBER_KINDS) -> np.ndarray:
-    """Return the array in the bytes of an .npy file, or raise DataError unless its dtype is one of `kinds`."""
+    """Return the array in an .npy file's bytes, or raise DataError unless its dtype is one of `kinds`."""
     file = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(file)
@@ -197,7 +194,6 @@ def read_array(data: bytes, kinds: str = NUMBER_KINDS) -> np.ndarray:
 
 
 def read_arrays(data: bytes, max_bytes: int) -> dict[str, np.ndarray]:
-    """Return the arrays in the bytes of an .npz file, by name."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             entries = archive.infolist()
@@ -249,13 +245,11 @@ def run_model(model: Path, source: Path) -> list[Prediction]:
 
 
 def compute_accuracy(rows: Sequence[Prediction]) -> float | None:
-    """Return the share of correct predictions, or None if no true label is known."""
     correct = [row.label == row.truth for row in rows if row.truth is not None]
     return sum(correct) / len(correct) if correct else None
 
 
 def print_predictions(model: Path, source: Path, format: str) -> int:
-    """Print each example's predicted label, and the share of correct labels if any is known. Return 0."""
     rows = run_model(model, source)
     accuracy, labelled = compute_accuracy(rows), sum(row.truth is not None for row in rows)
     if format == "json":

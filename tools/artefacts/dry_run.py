@@ -72,7 +72,7 @@ def dry_run_job(job: JobSettings, bundle: Bundle, folder: Path, stored: np.ndarr
 
 
 def shorten_params(params: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters in `limits` that the method has, each at most its limit."""
+    """Return the parameters in `limits` that the method has, each reduced to its limit."""
     return {name: min(value, getattr(params, name)) for name, value in limits.items() if hasattr(params, name)}
 
 
@@ -111,7 +111,10 @@ def _limit_torch_to_one_thread(engine: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def convert_to_model_error(sentence: str, fix: str) -> Iterator[list[BaseException]]:
-    """Raise ModelError for any exception in the context. The reason is the first error in the yielded list, if any."""
+    """Raise ModelError for any exception in the context.
+
+    The reason in the message is the first error that the caller adds to the yielded list, or else the exception.
+    """
     errors: list[BaseException] = []
     try:
         yield errors
@@ -138,7 +141,7 @@ def _make_engine(job: JobSettings, method: Method) -> Any:
 def draw_examples(
     network: Mapping[str, Any], outputs: int, count: int = EXAMPLES, shape: tuple[int, ...] | None = None
 ) -> Examples:
-    """Return examples for a network, before preparation: images are uint8 with channels last, tokens int32.
+    """Return random unprepared examples for a network: images as uint8 (n, h, w, c), tokens as int32.
 
     Inputs are random, and so are targets of regression and labels in {0, 1}. Classes take turns.
     """

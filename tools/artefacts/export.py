@@ -24,7 +24,7 @@ from fedquilt.onnx.graph_check import CheckedGraph
 
 
 def load_result(store: Store, run: str, *, best: bool = False, candidate: int | None = None) -> Artefact:
-    """Return the result of a run after its last committed round, or after the round with the best evaluation.
+    """Return a run's result after its last committed round, or after the round with the best evaluation.
 
     With `candidate`, return the candidate with this number instead of the chosen one. Raise JobError without a result.
     """
@@ -38,7 +38,6 @@ def load_result(store: Store, run: str, *, best: bool = False, candidate: int | 
 
 
 def load_state(store: Store, row: StoredJob, *, best: bool = False) -> Any:
-    """Return the method state of a run after its last committed round, or after the round with the best evaluation."""
     latest, evaluated, _ = _find_states(store, row)
     ref = evaluated if best else latest
     if latest is None:
@@ -62,7 +61,7 @@ def load_state(store: Store, row: StoredJob, *, best: bool = False) -> Any:
 
 
 def _find_states(store: Store, row: StoredJob) -> tuple[BlobRef | None, BlobRef | None, int]:
-    """Return the latest state, the state with the best evaluation, and the number of rounds before the latter."""
+    """Return the latest state, the best evaluated one, and the number of rounds before the latter."""
     latest_state: BlobRef | None = None
     best_state, best_rounds, rounds = latest_state, 0, 0
     for _, _, event in store.read_events(row.id):
@@ -156,14 +155,13 @@ def _add_unfilled_class_priors(graph: bytes) -> bytes:
 
 
 def _last_class_shares(store: Store, row: StoredJob, method: Method) -> tuple[float, ...]:
-    """Return the class shares of the run's last evaluation, or () for equal shares."""
     evaluations = [event.evaluation for _, _, event in store.read_events(row.id) if isinstance(event, RoundCommitted)]
     counted = [] if method.traits.equal_classes else [sums for sums in evaluations if sums is not None]
     return evaluation.class_shares(evaluation.count_classes(counted[-1])) if counted else ()
 
 
 def require_loadable(payload: bytes | memoryview, label: str, input_shape: Sequence[int] | None = None) -> CheckedGraph:
-    """Return the graph of an ONNX file if devices can load it, or raise ModelError with the file's `label`."""
+    """Return an ONNX file's graph if devices can load it, or raise ModelError about the file `label`."""
     try:
         checked = graph_check.check_bytes(payload)
         checked.require_batched_examples()

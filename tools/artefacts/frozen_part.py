@@ -134,7 +134,7 @@ def _is_inside(name: str, trained: Sequence[str]) -> bool:
 
 
 def load_with_new_head(network: Mapping[str, Any], weights: str, classes: int, seed: int) -> nn.Module:
-    """Return a network with pre-trained weights for `classes` classes, and a new last layer drawn from `seed`.
+    """Return a network with pre-trained weights except a new last layer for `classes` classes.
 
     The last layer has the number of classes in `network`. Raise ModelError unless one layer's shape differs.
     """

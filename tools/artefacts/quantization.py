@@ -67,9 +67,9 @@ class _RangeReader(quantization.CalibrationDataReader):  # type: ignore[misc]
 
 
 def quantize_block(block: Block, paths: Mapping[str, Path], calibration_inputs: Iterator[np.ndarray]) -> bytes | None:
-    """Return the 8-bit graph of a block, or None for first and divided blocks and if the graph needs more memory.
+    """Return a block's 8-bit graph, with activation ranges from `calibration_inputs`, or None.
 
-    The inputs `calibration_inputs` determine the ranges of the activations.
+    The result is None for first and divided blocks, without weights, and if the 8-bit graph needs more memory.
     """
     if block.kind == "start" or sum(len(stage) for stage in block.stages) > 1:
         return None
@@ -165,7 +165,7 @@ class QuantizationResult:
 
 @dataclass(frozen=True)
 class QuantizationTrial:
-    """Scoring parameters and shuffled images of a quantisation, three times `images` in number."""
+    """Scoring parameters, and `images` images for each of value ranges, comparison and junctions."""
 
     params: SearchSettings
     examples: Examples
@@ -174,7 +174,7 @@ class QuantizationTrial:
     def quantize_blocks(
         self, out: Path, meta: Mapping[str, Any], files: Mapping[str, bytes], print_line: Callable[[str], None]
     ) -> dict[str, bytes]:
-        """Return the accepted 8-bit graphs of a bundle, by block."""
+        """Return the 8-bit graph of each block that passes all tests."""
         with disk_errors(f"write the bundle {out}"):
             out.mkdir(parents=True, exist_ok=True)
             temporary = tempfile.TemporaryDirectory(prefix="int8-", dir=out)
@@ -206,7 +206,7 @@ class QuantizationTrial:
 
 
 def make_trial(job: Mapping[str, Any]) -> QuantizationTrial:
-    """Return the trial for the [int8] table of a job, or raise JobError or DataError if the table is unusable."""
+    """Return the trial for a job's [int8] table, or raise JobError or DataError if it is unusable."""
     if not job.get("donors"):
         raise JobError("[int8] quantizes the blocks of [[donors]], but the job has no donors: remove [int8]")
     params = resolve_settings(toml.convert_table(job.get("params") or {}, SearchParams, "[params]"))
@@ -393,7 +393,7 @@ def _score_original_and_quantized(
 def find_rejected(
     choices: Sequence[QuantizationChoice], candidates: Iterable[str], k: int
 ) -> tuple[set[str], set[str]]:
-    """Return the candidates with deviating scores, and candidates that would change a choice of the best K.
+    """Return the candidates with deviating scores, and those that would change a choice of the best K.
 
     Candidates that enter or leave the best K are rejected repeatedly until the remaining ones change no choice.
     """

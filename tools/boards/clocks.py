@@ -18,7 +18,7 @@ UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 def parse_point(text: str) -> OperatingPoint:
-    """Parse an operating point, such as "MAXQ", "cpu=1.2GHz,gpu=850MHz" or "MAXQ,emc=1600M", or raise JobError."""
+    """Parse an operating point, such as "MAXQ" or "cpu=1.2GHz,gpu=850MHz", or raise JobError."""
     mode_name, *clock_settings = text.split(",")
     has_mode = "=" not in mode_name
     clocks_hz: dict[str, float] = {}
@@ -33,7 +33,7 @@ def parse_point(text: str) -> OperatingPoint:
 
 
 def read_status(root: Path) -> tuple[HelperStatus, bool]:
-    """Return the clocks of the machine, and whether they are from the clock helper and not from files."""
+    """Return the machine's clocks, and whether the clock helper and not files reported them."""
     clocks = ClockClient.connect(root / SOCKET)
     if clocks is not None:
         with contextlib.closing(clocks):

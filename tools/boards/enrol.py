@@ -28,7 +28,7 @@ def enrol_device(path: Path, *, should_retry: bool) -> int:
 
 
 def request_certificate(path: Path, csr: Path) -> int:
-    """Write a certificate signing request into `csr`, and create the device's key if it has none. Return 0."""
+    """Write a certificate signing request into `csr`, and create a missing key of the device. Return 0."""
     agent_settings = agent.load_settings(path)
     key = device_enrolment.load_or_create_key(device_enrolment.paths_from_settings(agent_settings))
     enrolment.write_file_with_mode(
@@ -40,7 +40,7 @@ def request_certificate(path: Path, csr: Path) -> int:
 
 
 def accept_certificate(path: Path, certificate: Path) -> int:
-    """Install the certificate of a request of this device. Return 0, or raise JobError if it does not fit the key."""
+    """Install a requested certificate. Return 0, or raise JobError if it does not fit the device's key."""
     agent_settings = agent.load_settings(path)
     with disk.disk_errors(f"read {certificate}"):
         pem = certificate.read_bytes()

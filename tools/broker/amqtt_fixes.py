@@ -31,7 +31,6 @@ class ReplayedStream(StreamReaderAdapter):  # type: ignore[misc]
         self._head = head
 
     async def read(self, n: int = -1) -> bytes:
-        """Read up to n bytes, first those read ahead. A negative n reads to the end."""
         if not self._head:
             return await super().read(n)
         if n < 0:
@@ -42,7 +41,7 @@ class ReplayedStream(StreamReaderAdapter):  # type: ignore[misc]
 
 
 class SafeSubscriptions(dict[str, Any]):
-    """Dictionary that may change during an iteration."""
+    """Dictionary that can change while it is iterated."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(super().__iter__()))

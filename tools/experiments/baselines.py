@@ -54,7 +54,7 @@ class BaselineSetup:
         )
 
     def mark_correct(self, network: StitchedNetwork) -> np.ndarray:
-        """Return for each test example whether a network predicts its label, with the forward pass of the agents."""
+        """Return whether a network predicts each test label, by the forward pass that agents use."""
 
         def scores(x: np.ndarray) -> np.ndarray:
             return stitched_network.compute_label_scores(network, self.donor_pool.blocks, self._run_block, x)
@@ -97,7 +97,7 @@ class BaselineSetup:
 def run_search(
     job: JobSettings, bundle_folder: Path, members: Iterable[DeviceData], method: Method, engine: Any
 ) -> Any:
-    """Run a bundle's search on devices with unlimited memory until its end, and return the last method state."""
+    """Run a bundle's search on devices without memory limits, and return the last method state."""
     unlimited_job = msgspec.structs.replace(job, rounds=MAX_ROUNDS, fleet=UNLIMITED_FLEET)
     *_, last_state = iterate_states(
         unlimited_job, bundle_folder, members, load_method=lambda name: method, engine=engine

@@ -69,7 +69,7 @@ def make_cases(
     rounds: int | None = None,
     changes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[ComparisonCase]:
-    """Return one case per seed and method, in the order of seeds, or raise JobError if a job would be invalid.
+    """Return a case per seed and method, in the order of seeds, or raise JobError for an invalid job.
 
     An interrupted comparison is thus complete for its first seeds.
     """
@@ -289,7 +289,7 @@ class RunProcessError(FedquiltError): ...
 def run_in_processes(
     function: Callable[..., T], calls: Sequence[tuple[Any, ...]], workers: int | None = None
 ) -> Iterator[tuple[int, T]]:
-    """Yield the index and the result of each call as it finishes. An exception in a call ends all calls."""
+    """Yield each call's index and result as the call finishes. An exception in a call ends all calls."""
     if not calls:
         return
     count = min(workers or len(os.sched_getaffinity(0)), len(calls))

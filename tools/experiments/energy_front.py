@@ -83,7 +83,7 @@ def compute_fronts(job: JobSettings, folder: Path) -> EnergyFront:
 def predict_work(
     job: JobSettings, folder: Path, create_device: Callable[[str], Device] | None = None
 ) -> tuple[dict[str, DeviceWorkload], dict[str, tuple[TaskDuration, ...]]]:
-    """Return the predicted workload of each device, and predicted durations of last rounds for known speeds."""
+    """Return each device's workload and, for known speeds, the predicted durations of earlier rounds."""
     method, fleet = methods.load(job.method), job.fleet
     state = create_initial_state(job, agents.FleetPlan(job, folder, Path()).validate_and_load_bundle(), method)
     engine = choose_job_engine(job, method)
@@ -122,7 +122,6 @@ def _plan_for_deadline(forecasts: Mapping[str, DeviceForecast], limit_s: float) 
 
 
 def print_fronts(job: JobSettings, folder: Path, out: Path | None, format: str) -> int:
-    """Print the energy plans of a job, and draw them into `out` if given. Return 0."""
     fronts = compute_fronts(job, folder)
     if out is not None:
         disk.write_output(out, plots.render_file(plot_fronts(fronts)))

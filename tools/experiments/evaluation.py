@@ -127,7 +127,6 @@ class Evaluator:
 
 
 def score_from_sums(sums: EvaluationSums | None, rounds: int, sha256: str) -> EvaluationScore | None:
-    """Return the score of evaluation sums, or None if there are no examples."""
     if sums is None or (main := metrics.main_metric(sums)) is None:
         return None
     loss = math.fsum(sums.loss) / sums.examples
@@ -147,7 +146,7 @@ def evaluate_run(
     report_score: Callable[[EvaluationScore], None] = lambda score: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> RunScores:
-    """Score the latest stored state of a run unless it has a score, store the score, and return all scores.
+    """Score the latest stored state of a run if it has no score, and return all stored scores.
 
     With `follow`, new states are scored until the run has ended.
     """
@@ -177,7 +176,7 @@ class _StateReader:
         self._latest: tuple[int, BlobRef] | None = None
 
     def read_latest(self) -> tuple[int, BlobRef] | None:
-        """Read new events. Return the latest model state's number of rounds and its blob, or None without a state."""
+        """Read new events, and return the latest model's number of rounds and blob, or None without a model."""
         # an evaluation-only round leaves the state unchanged
         for seq, _, event in self.store.read_events(self._run, self._last_seq):
             self._last_seq, self.rounds = seq, apply_event(self.rounds, event, 0.0)
@@ -210,7 +209,7 @@ def _score_latest_if_new(
 
 
 def format_score(score: EvaluationScore, matrix: bool = False) -> list[str]:
-    """Return lines about a score, and the confusion matrix if `matrix` is set and the terminal is wide enough."""
+    """Return lines about a score and, if `matrix` is set and fits the terminal, its confusion matrix."""
     metric, sums = metrics.METRICS[score.metric], score.evaluation
     preposition = "of" if metric.share else "on"
     value = f"{metric.title} {metrics.format_value(metric, score.value)} {preposition} {score.examples} examples"

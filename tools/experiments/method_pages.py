@@ -88,7 +88,6 @@ def format_card(card: MethodCard, common: Sequence[MethodParameter] = ()) -> lis
 
 
 def format_method_table(names: Iterable[str], installed_plugins: Sequence[plugins.Plugin] = ()) -> list[str]:
-    """Return the terminal's lines of a table of names and titles."""
     titles = {name: make_card(name).title for name in names}
     titles |= {p.name: f"of package {p.package} {p.version} ({p.target})" for p in installed_plugins}
     return table.format_table([list(row) for row in titles.items()], "<~")
@@ -145,8 +144,9 @@ def _list_properties(method: Method) -> Iterable[tuple[str, str]]:
     traits, aggregation = method.traits, method.aggregation
     yield "paper", re.sub(r"\b(\d{4}\.\d{5})\b", r"[\1](https://arxiv.org/abs/\1)", method.paper)
     yield "a device sends", traits.sent_data
-    lost = "starts without it" if traits.replaces_private_state else "declines"
-    yield "stays on the device", f"{traits.private_data}; a device that lost it {lost}" if traits.private_data else "-"
+    fallback = "starts without it" if traits.replaces_private_state else "declines"
+    private = f"{traits.private_data}; a device that lost it {fallback}" if traits.private_data else "-"
+    yield "stays on the device", private
     if "onnx" not in method.engines:  # other methods predict their work block by block
         yield "passes over an example in an epoch", _format_passes(traits)
         yield "memory beside plain SGD", _format_copies(traits.model_copies)

@@ -1,4 +1,4 @@
-"""Run of one job on a simulated fleet, for a comparison (`run_seed`) or with a stored event log (`run_job`)."""
+"""Run of a job on a simulated fleet: for a comparison (`run_seed`), or with an event log (`run_job`)."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def run_seed(
 
 
 def is_evaluation_due(simulation: Simulation, every: int) -> bool:
-    """Return whether the state is due for evaluation: every `every` rounds and at the end, or with 0 at the end."""
+    """Return whether an evaluation is due: after each `every` rounds (0 for none), and at the end."""
     is_last = simulation.is_finished or simulation.has_ended
     return bool(
         simulation.completed_rounds
@@ -153,7 +153,7 @@ def is_evaluation_due(simulation: Simulation, every: int) -> bool:
 
 
 def load_devices(job: JobSettings, folder: Path) -> tuple[list[DeviceData], Examples | None]:
-    """Return the devices of a job with their examples, and the test set, or None without [test] and a test split."""
+    """Return a job's devices with their examples, and the test set, or None if the data have none."""
     agents = FleetPlan(job, folder, Path()).make_agent_tables()
     split = examples.load_all_shares(DataSpec.parse(agents[0]["data"]))
     members = [DeviceData(agent["device"], *share) for agent, share in zip(agents, split, strict=True)]

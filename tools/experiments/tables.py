@@ -24,7 +24,6 @@ FILE_NAMES: Final = {"joules": "energy", "seconds": "board-time", "real_seconds"
 def make_result(
     job: str, runs: Sequence[SeedRun], target: float | None, failed: Sequence[str] = (), note: str = ""
 ) -> dict[str, Any]:
-    """Return the comparison for JSON, with its table and all runs."""
     return {
         "job": job,
         "accuracy_on": "test set" if any(run.tested for run in runs) else "held-out shares",
@@ -90,13 +89,13 @@ def _get_cost(point: EvaluationPoint, name: str) -> float | None:
 
 
 def _compute_mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known and len(known) == len(values) else None
+    known_values = [value for value in values if value is not None]
+    return statistics.fmean(known_values) if known_values and len(known_values) == len(values) else None
 
 
 def _compute_deviation(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.stdev(known) if len(known) > 1 and len(known) == len(values) else None
+    known_values = [value for value in values if value is not None]
+    return statistics.stdev(known_values) if len(known_values) > 1 and len(known_values) == len(values) else None
 
 
 def make_table_head(result: dict[str, Any]) -> list[str]:
@@ -111,7 +110,6 @@ def make_table_head(result: dict[str, Any]) -> list[str]:
 
 
 def format_table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """Return the table as text cells, with costs up to the target or in total."""
     rows, scale = [], metrics.display_factor(metrics.METRICS[result["metric"]])
     for row in result["table"]:
         cells = [row["method"], str(len(row["seeds"]))]
@@ -190,7 +188,6 @@ def make_plots(runs: Sequence[SeedRun], target: float | None) -> dict[str, plots
 
 
 def make_cost_plots(by_name: Mapping[str, Sequence[SeedRun]], target: float | None = None) -> dict[str, plots.Plot]:
-    """Return plots of the main metric over rounds, bytes, joules, seconds and real seconds."""
     runs = [run for method_runs in by_name.values() for run in method_runs]
     metric = find_main_metric(runs)
     factor, max_value = metrics.display_factor(metric), 100.0 if metric.share else math.inf

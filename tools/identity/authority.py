@@ -102,7 +102,7 @@ _EXTENDED_KEY_USAGES = {
 
 
 def parse_signing_request(pem: str, device: str) -> ec.EllipticCurvePublicKey:
-    """Return the public key of a device's signing request. Raise JobError if it is invalid or of another device."""
+    """Return the key of a device's signing request, or raise JobError if it is invalid or another's."""
     try:
         csr = x509.load_pem_x509_csr(pem.encode())
         is_valid, key, name = csr.is_signature_valid, csr.public_key(), enrolment.common_name(csr)
@@ -119,7 +119,7 @@ def parse_signing_request(pem: str, device: str) -> ec.EllipticCurvePublicKey:
 
 
 class CertificateAuthority:
-    """Certificate authority in an existing folder (of `create`). Raise StoreError if files are missing or damaged."""
+    """Certificate authority in a folder of `create`. Raises StoreError for missing or damaged files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -139,7 +139,7 @@ class CertificateAuthority:
 
     @classmethod
     def create(cls, folder: Path, name: str, now_s: float, crl_url: str | None = None) -> CertificateAuthority:
-        """Create an authority and its revocation list in a folder, with its key readable only by the current user.
+        """Create an authority and its revocation list in a folder, with a key that only this user can read.
 
         Raise JobError if the folder has an authority, or name or address are invalid.
         """
@@ -180,7 +180,10 @@ class CertificateAuthority:
     # -- signing ----------------------------------------------------------------------------------
 
     def require_enrollable(self, device: str, key: ec.EllipticCurvePublicKey, now_s: float) -> None:
-        """Raise JobError if a device may not have a certificate for a key (name, site or revocation)."""
+        """Raise JobError if a device may not have a certificate for a key.
+
+        Its name may belong to another kind of certificate or to a site, or the key may be revoked.
+        """
         certs = self.register.list_certificates(device)
         if device in RESERVED_NAMES or any(cert.kind != "device" for cert in certs):
             raise JobError(f"{device!r} is the name of a server, site, observer or the coordinator: rename the device")
@@ -204,7 +207,7 @@ class CertificateAuthority:
         days: float | None = None,
         site_right: SiteRight | None = None,
     ) -> IssuedCertificate:
-        """Sign a certificate for a key and add it to the register. The caller must hold `register.transaction`.
+        """Sign a certificate for a key and register it. The caller must hold `register.transaction`.
 
         It is valid for `days` (default VALIDITY_DAYS), at most as long as the authority's. Raise JobError if the name
         or a host is invalid.
@@ -327,7 +330,7 @@ class CertificateAuthority:
     # -- revoking ---------------------------------------------------------------------------------
 
     def revoke_name(self, name: str, now_s: float) -> list[IssuedCertificate]:
-        """Revoke a name's valid certificates, delete its tokens and write crl.pem. Return the revoked certificates.
+        """Revoke a name's valid certificates and return them, delete its tokens, and write crl.pem.
 
         Raise JobError if the name never had a certificate or token.
         """

@@ -153,7 +153,7 @@ def write_config(
     listen: tuple[str, int] = (ALL_ADDRESSES, PORT),
     installed: str | None = None,
 ) -> list[str]:
-    """Write the configuration, certificates and key of a broker into a folder, and return the next steps as lines.
+    """Write the configuration, certificates and key of a broker into a folder, and return next steps.
 
     An existing certificate stays if it is valid for these hosts, by which clients reach the broker. `installed` is the
     folder's later path on the broker's machine. Raise JobError if it is invalid or there is no host.

@@ -38,7 +38,7 @@ def issue_and_write_certificate(
     device_patterns: Sequence[str] = (),
     max_devices: int | None = None,
 ) -> int:
-    """Write a new certificate and key for a server (with `hosts`), an observer, a site or else the coordinator.
+    """Write a new certificate and key for a server (with `hosts`), observer, site or coordinator.
 
     Existing files are replaced. Return 0. Raise JobError if the name or options do not fit the kind of certificate.
     """

@@ -70,7 +70,7 @@ class EnrolmentService:
             return self._sign_and_revoke_others(request.device, key, now_s)
 
     def renew_certificate(self, request: SigningRequest, serial: str | None) -> IssuedCertificate:
-        """Sign a certificate for the holder of certificate `serial`, or return the newest one if none is due yet.
+        """Sign a certificate for the holder of certificate `serial`, or return the newest if none is due yet.
 
         Raise JobError if the certificate is unknown, revoked, expired or of another device or key.
         """
@@ -133,7 +133,7 @@ class EnrolmentService:
 def make_enrolment_response(
     issue_certificate: Callable[[], IssuedCertificate], requester: str
 ) -> tuple[int, SigningResponse]:
-    """Call the function. Return HTTP status 200 with the certificate, or 403 or 500 with the logged reason."""
+    """Return HTTP status 200 with the issued certificate, or 403 or 500 with the reason, which is logged."""
     try:
         return 200, SigningResponse(certificate=issue_certificate().pem)
     except JobError as error:

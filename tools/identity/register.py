@@ -110,7 +110,7 @@ class CertificateRegister:
     # -- tokens --
 
     def create_token(self, pattern: str, validity_s: float, now_s: float) -> str:
-        """Store and return a one-time token for one device of a pattern. Raise JobError if the pattern is invalid."""
+        """Store and return a one-time token for a device of a pattern, or raise JobError if that is invalid."""
         if not PATTERN.match(pattern):
             raise JobError(f"{pattern!r} is neither a device id nor a pattern: write one such as orin-01 or 'orin-*'")
         token = secrets.token_urlsafe(24)
@@ -124,7 +124,6 @@ class CertificateRegister:
         return [EnrolmentToken(*row) for row in rows]
 
     def is_redeemable(self, text: str, now_s: float) -> bool:
-        """Return whether a token is known, unused and not expired."""
         values = (_hash_token(text), now_s)
         row = self._db.execute("SELECT 1 FROM token WHERE digest = ? AND used_s IS NULL AND ends_s > ?", values)
         return row.fetchone() is not None

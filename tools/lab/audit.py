@@ -157,7 +157,7 @@ def audit_methods(data: Path, *, count: int = 4, size: int = 0) -> dict[str, Any
 
 
 def compare_fingerprints(examples: Examples) -> list[dict[str, float]]:
-    """Return the cosine of a fingerprint's first vector and the mean image, for several numbers of examples."""
+    """Return the cosine of fingerprints' first vectors and the mean image, for several example counts."""
     similarities = []
     for size in (1, *FINGERPRINT_SIZES):
         if size <= len(examples):
@@ -188,7 +188,6 @@ def format_result(result: Mapping[str, Any]) -> list[str]:
 
 
 def audit_and_print(data: Path, out: Path, format: str, options: Mapping[str, Any]) -> int:
-    """Run the audit, write the images as SVG and print the result. Return 0."""
     result = audit_methods(data, **options)
     by_picture = zip(*(row["psnr_db"] for row in result["rows"].values()), strict=True)
     notes = [["", *(f"{decibels:.1f} dB" for decibels in row)] for row in by_picture]
@@ -210,7 +209,7 @@ def draw_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]
 
 
 def infer_label(gradient: Tensors, head: str | None) -> int | None:
-    """Return the label of a single example, inferred from the head's bias gradient, or None if that was not sent."""
+    """Return a single example's label, inferred from the head's bias gradient, or None if that is missing."""
     bias = gradient.get(f"{head}.bias")
     return None if bias is None else int(bias.argmin())
 

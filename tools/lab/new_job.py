@@ -71,7 +71,6 @@ class NewJob:
         return params
 
     def list_notes(self) -> list[str]:
-        """Return notes on the data, and a line on method, network, rounds and devices."""
         network = ", ".join(f"{key} {value}" for key, value in self.network.items() if key != "name")
         if self.is_search:
             choice = f"{self.method} from donors {' and '.join(DONORS)}"

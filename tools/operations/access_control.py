@@ -1,6 +1,6 @@
 """Access control of a web page by host name, origin and token.
 
-All functions depend on the headers of a request alone. Reading needs no token, and links from other sites work. Pages
+All functions depend only on the headers of a request. Reading needs no token, and links from other sites work. Pages
 of other sites cannot read responses, because no header permits it. Actions must come from the dashboard's own pages.
 """
 
@@ -33,7 +33,7 @@ PROOF_HEADER: Final = "x-fedquilt-proof"  # header of actions, with a value that
 def refusal_reason(
     headers: Mapping[str, str], permitted_names: Collection[str] = (), *, is_action: bool = False
 ) -> str | None:
-    """Return why a request is refused for its host or origin, or None. IP addresses and localhost are permitted."""
+    """Return why a request's host or origin is refused, or None. IP addresses and localhost are permitted."""
     host = headers.get("host", "")
     if not _is_permitted_host(host, permitted_names):
         return f"host {host[:100]!r} is not permitted: use the IP address, or allow the name with --host"
@@ -78,7 +78,6 @@ class AccessPolicy:
         return isinstance(token, str) and hmac.compare_digest(token.encode(), self.token.encode())
 
     def make_session_cookie(self) -> str:
-        """Return the value of the header Set-Cookie."""
         return f"{self._cookie_name}={self._derive_secret('session')}; Path=/; HttpOnly; SameSite=Strict"
 
     def has_session(self, headers: Mapping[str, str]) -> bool:

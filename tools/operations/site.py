@@ -203,7 +203,7 @@ class SiteWorker:
             self._outcome = WorkResult(code=code, reason=shorten_error(f"the site's round failed: {event.reason}"))
 
     def read_capabilities(self, capabilities: Capabilities, now_s: float) -> Capabilities:
-        """Return the capabilities of the site, and set the memory of `SiteDevice` to that of all online devices.
+        """Return the site's capabilities, and set the memory of `SiteDevice` to that of all online devices.
 
         Engines and codecs are those of any online device, the memory budget is the largest.
         """
@@ -436,7 +436,6 @@ class SiteAgent:
         return min(self.agent.step(now_s), self._capabilities_s + CAPABILITIES_POLL_S)
 
     def make_endpoint(self, server: Server) -> Endpoint:
-        """Return an endpoint that steps the site's coordinator and this agent."""
         self.attach_server(server)
         return _SiteEndpoint(server, self)
 
@@ -445,7 +444,6 @@ class SiteAgent:
 
     @property
     def has_pending_transfer(self) -> bool:
-        """Whether a task is being received or an update awaits its acknowledgement."""
         state = self.agent.task_runner.state
         return bool(state.outbox) or (state.open_task is not None and not state.open_task.is_running)
 

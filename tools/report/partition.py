@@ -63,7 +63,6 @@ def count_examples(job: JobSettings, devices: int | None = None) -> ClassCounts:
 
 
 def print_counts(job: JobSettings, devices: int | None, out: Path | None, format: str) -> int:
-    """Print the example counts of a job's devices, and draw them into `out` if given. Return 0."""
     counts = count_examples(job, devices)
     if out is not None:
         disk.write_output(out, plots.add_background(plots.render_picture(draw_counts(counts, job.name))))
@@ -118,7 +117,7 @@ def format_counts(counts: ClassCounts) -> list[str]:
 def draw_counts(counts: ClassCounts, title: str = "") -> plots.Picture:
     """Return a picture with a dot per device and class, and a bar per device.
 
-    The area of a dot is the number of examples: its dark part for training, its pale rim held out.
+    A dot's area is the number of examples, with a dark part for training and a pale rim for held-out ones.
     """
     totals = counts.train + counts.held
     cell = min(MAX_COLUMN_WIDTH, max(MIN_COLUMN_WIDTH, MAX_TOTAL_WIDTH / max(1, len(counts.devices))))

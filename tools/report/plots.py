@@ -184,7 +184,7 @@ def plot_dots(rows: Sequence[DotRow], title: str, x: str, *, max_value: float = 
 
 
 def plot_matrix(counts: Sequence[Sequence[int]], names: Sequence[str], title: str) -> Plot:
-    """Return a plot of a confusion matrix, with a row per true class. A cell's opacity is its share of the row."""
+    """Return a plot of a confusion matrix, with a row per true class. Opacity is the share of the row."""
     count, side = len(names), WIDTH - _compute_label_width([PlotBar(name, ()) for name in names]) - RIGHT
 
     def draw(axis: Any, add_tooltip: AddTooltip) -> None:
@@ -247,7 +247,6 @@ def draw_on_axes(plot: Plot, axes: Any = None) -> Any:
 
 
 def choose_plot(plots: Mapping[str, Plot], x: str) -> Plot:
-    """Return the plot over `x`, or raise JobError if there is none."""
     if not plots:
         raise JobError("the run has fewer than two evaluations to plot: set [check] every = 1")
     if x not in plots:

@@ -26,7 +26,7 @@ MAX_NAME_LETTERS = 70  # letters of a candidate's name
 
 
 def load_candidates(store: Store, run: str) -> Candidates:
-    """Return the candidates of a stitching run's result, or () for other methods and without a complete result."""
+    """Return the candidates of a stitching run's result, or () if there are none or some lack values."""
     from fedquilt.tools.artefacts import export
 
     try:
@@ -88,7 +88,7 @@ def make_candidate_table(search_result: Candidates, job: JobSettings) -> tuple[l
 
 
 def format_candidate_table(candidates: Candidates, job: JobSettings) -> list[str]:
-    """Return the candidate table as text with full names below the numbered rows, or [] without candidates."""
+    """Return a table of numbered candidates and their full names as lines, or [] without candidates."""
     if not candidates:
         return []
     head, rows = make_candidate_table(candidates, job)
@@ -156,7 +156,7 @@ class RunData:
 
 
 def load_run_data(store: Store, run: str) -> RunData:
-    """Return the data of a run's page, by its id or the name of its job, or raise StoreError if there is none."""
+    """Return the data of a run's page by run id or job name, or raise StoreError if there is no run."""
     row = store.find_job(run)
     events = tuple((time_s, event) for _, time_s, event in store.read_events(row.id))
     outcomes = round_outcomes.RoundOutcomes(JobConstants.from_job(row.job))

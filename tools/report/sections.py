@@ -60,7 +60,7 @@ class DeviceMatrix:
 
 
 def make_device_matrix(parts: Mapping[int, Mapping[str, DeviceOutcome]], final: int | None) -> DeviceMatrix:
-    """Return the outcomes of devices in the latest rounds. `final` is the number of the final evaluation, if any."""
+    """Return the devices' outcomes in the latest rounds. `final` is the round of the final evaluation."""
     numbers = sorted(parts)[-MATRIX_ROUNDS:]
     device_names = sorted({name for number in numbers for name in parts[number]})
     names = device_names[:MATRIX_DEVICES]
@@ -131,7 +131,7 @@ def make_accuracy_section(run: RunData) -> PageSection:
 
 
 def make_accuracy_plots(run: RunData) -> dict[str, plots.Plot]:
-    """Return plots of the main metric over rounds, seconds, bytes and joules, or {} before two evaluations."""
+    """Return plots of the main metric over rounds and each cost, or {} before two evaluations."""
     if len({*(score.rounds for score in run.held_out_scores), *(score.rounds for score in run.scores)}) < 2:
         return {}
     points = {point.rounds: point for point in run.points}

@@ -43,7 +43,7 @@ def compare_at_least(value: float, limit: float, unit: str) -> dict[str, Any]:
 
 
 def format_figures(result: dict[str, Any]) -> list[str]:
-    """Return a line for each entry of "figures", which are results of `compare_at_most` or `compare_at_least`."""
+    """Return a line for each of "figures", the results of `compare_at_most` or `compare_at_least`."""
     return [
         f"{VERDICTS[f['reached']]} {name.replace('_', ' '):44} {f['value']:10.2f} {f['unit']}"
         f"   ({'at most' if 'at_most' in f else 'at least'} {f.get('at_most', f.get('at_least')):g})"

@@ -50,7 +50,6 @@ def make_attack_data(settings: AdversarySettings) -> dict[str, Any]:
 
 
 def get_honest_mean_path(request: WorkRequest) -> str | None:
-    """Return the path that `add_honest_mean` added to a work request, or None."""
     path: str | None = request.data.get(ATTACK_KEY, {}).get("honest")
     return path
 

@@ -114,7 +114,6 @@ class FleetPlan:
         return sorted(set(allowed))
 
     def load_devices(self) -> tuple[list[DeviceData], Examples]:
-        """Return the devices with their examples, and the test set."""
         tables = self.make_agent_tables()
         shares = examples.load_all_shares(msgspec.convert(tables[0]["data"], DataSpec))
         devices = [DeviceData(table["device"], *share) for table, share in zip(tables, shares, strict=True)]

@@ -334,7 +334,7 @@ class SimulatedFleet:
         )
 
     def profile(self, device: str) -> Profile:
-        """Return the profile of a device, which is created only if it has sensors or an unacknowledged update."""
+        """Return a device's profile. The device is created only for sensors or an unacknowledged update."""
         spec = self.specs[device]
         cache_key = spec.create_board, id(spec.capabilities)
         if cache_key not in self._profile_cache:

@@ -47,7 +47,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return _format_differences(other.code, self.code)
 
     def describe_platform_differences(self, other: Machine) -> str:
-        """Return the differences in processor, GPUs, threads and libraries, as text, or "" for none."""
+        """Return differences in processor, GPUs, threads and libraries, as text, or "" for none."""
         expected, actual = (
             {
                 "processor": machine.processor,

@@ -197,7 +197,7 @@ class WorkerGroup(Protocol):
 
     @property
     def ready(self) -> Iterable[int]:
-        """Workers that can receive work, busy workers included."""
+        """Indices of the workers that can receive work, including busy ones."""
         ...
 
     def send_work(self, worker: int, work: WorkBatch) -> None: ...

@@ -332,7 +332,7 @@ def receive_messages(connection: Connection) -> Iterator[bytes]:
 
 
 def run_workers() -> None:
-    """Run `serve_requests` in one process for each argument PIPE:BLOBS. The first arguments are PARENT and ENGINE."""
+    """Serve requests in a process for each argument PIPE:BLOBS. The first arguments are PARENT and ENGINE."""
     exit_with_parent(int(sys.argv[1]))
     import_engine(sys.argv[2])
     pairs = [(int(pipe), int(blobs)) for pipe, _, blobs in (argument.partition(":") for argument in sys.argv[3:])]

@@ -230,7 +230,7 @@ class NodeFiles:
             os.link(self._own_folder / sha256, self._shared_folder / sha256)
 
     def evict_files(self, used_hashes: Sequence[str]) -> None:
-        """Remove files of the worker that are not in `used_hashes`, and the oldest shared files above the limit."""
+        """Remove the worker's files that are not in `used_hashes`, and the oldest shared ones above the limit."""
         for each in os.scandir(self._own_folder):
             if each.name not in used_hashes:
                 os.unlink(each.path)
@@ -426,7 +426,6 @@ class RayWorkers:
             self._replace_lost_workers()
 
     def stop(self, *, immediately: bool) -> None:
-        """Stop the workers, and disconnect from Ray if `start` has connected."""
         if self._ray is None or not self._ray.is_initialized():
             return
         with contextlib.suppress(Exception):  # an unreachable cluster has ended the workers
@@ -575,7 +574,7 @@ def pack_request(request: WorkRequest) -> tuple[WorkRequest, dict[str, str]]:
 
 
 def write_outputs(requests: Sequence[WorkRequest], reply: WorkerReply) -> WorkerReply:
-    """Write a remote worker's outputs into the requests' folders, and return the reply with small blobs only."""
+    """Write a remote worker's outputs into the requests' folders, and return the reply with small blobs."""
     outcomes = []
     for request, worker_outcome in zip(requests, reply.outcomes, strict=True):
         result, small_blobs = worker_outcome.result, {}

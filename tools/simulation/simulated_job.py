@@ -72,9 +72,9 @@ class SimulatedRound:
 class Simulation:
     """One job on one simulated fleet.
 
-    `held_out_counts` has the number of held-out examples of each device. Boards and budgets are assigned in this
-    order. An interrupted run resumes in `home`, and `rounds` starts with its earlier rounds. Devices in `offline` are
-    offline at first (`SimulatedFleet.bring_online`).
+    `held_out_counts` has the number of held-out examples of each device. Boards and budgets are assigned in the order
+    of its keys. An interrupted run resumes in `home`, and `rounds` starts with its earlier rounds. Devices in `offline`
+    are offline at first (`SimulatedFleet.bring_online`).
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Simulation:
         self._wall_start_s += seconds
 
     def deliver_outcome(self, device: str, result: WorkResult) -> None:
-        """Pass a result to its device, after a small update is folded and shown to adversaries that observe."""
+        """Pass a result to its device, after folding a small update and recording an honest one."""
         task, job = self.fleet.find_running_task(device), self._server.find_job(self.run)
         if job is not None and task is not None and task.job == job.id and result.bundles:
             is_small = all(ref.sha256 in result.blobs for ref in result.bundles.values())
@@ -253,7 +253,7 @@ class Simulation:
         return lying is not None and lying.attack == "inner_product"
 
     def _select_requests(self, requests: list[WorkRequest]) -> list[WorkRequest]:
-        """Return the requests to run now. Adversaries that observe run last, with the mean of honest updates."""
+        """Return the requests to run now. Adversaries that know honest updates run last, with their mean."""
         if not self._adversaries_observe:
             return requests
         honest_requests = [request for request in requests if request.device not in self.adversaries]

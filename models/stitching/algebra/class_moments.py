@@ -85,7 +85,7 @@ class ClassMoments:
 
 
 def factor_bytes(rows: int, width: int) -> int:
-    """Return the peak memory of `compute_moments` on `rows` examples of `width` features, input included."""
+    """Return the peak memory in bytes of `compute_moments` on `rows` examples of `width` features."""
     return 32 * rows * width
 
 
@@ -118,16 +118,18 @@ def pack_moments(moments: DeviceMoments, exact: bool = False) -> dict[str, np.nd
 # -- on the coordinator ---------------------------------------------------------------------------
 
 
-def read_sent_moments(sent: Tensors, labels: int, width: int, exact: bool = False) -> DeviceMoments:
+def read_sent_moments(sent_tensors: Tensors, labels: int, width: int, exact: bool = False) -> DeviceMoments:
     """Validate and unpack the moments that a device sent, with float64 values if `exact`.
 
     Raises:
         UpdateError: If tensors are missing or have wrong shapes, or if no examples can have such moments.
     """
-    if missing := sorted(set(TENSOR_NAMES) - sent.keys()):
+    if missing := sorted(set(TENSOR_NAMES) - sent_tensors.keys()):
         raise UpdateError(f"moments: {', '.join(missing)} missing: update the agent")
-    _require_shapes({"counts": sent["counts"], "rows": sent["rows"]}, {"counts": (labels,), "rows": (1,)}, np.int64)
-    counts, rows = sent["counts"], int(sent["rows"][0])
+    _require_shapes(
+        {"counts": sent_tensors["counts"], "rows": sent_tensors["rows"]}, {"counts": (labels,), "rows": (1,)}, np.int64
+    )
+    counts, rows = sent_tensors["counts"], int(sent_tensors["rows"][0])
     if not counts.any():
         raise UpdateError("moments: the number of examples is 0 in every class")
     if not 1 <= rows <= min(int(counts.sum()), width):
@@ -137,21 +139,21 @@ def read_sent_moments(sent: Tensors, labels: int, width: int, exact: bool = Fals
         )
     has_examples = counts > 0
     shapes = {"means": (int(has_examples.sum()), width), "factor": (least_squares.packed_size(rows, width),)}
-    _require_shapes({name: sent[name] for name in shapes}, shapes, np.float64 if exact else np.float32)
-    _require_shapes({"mean": sent["mean"]}, {"mean": (width,)}, np.float64)
+    _require_shapes({name: sent_tensors[name] for name in shapes}, shapes, np.float64 if exact else np.float32)
+    _require_shapes({"mean": sent_tensors["mean"]}, {"mean": (width,)}, np.float64)
     for name in ("mean", *shapes):
-        if np.abs(sent[name]).max(initial=0.0) > MAX_ABSOLUTE:
+        if np.abs(sent_tensors[name]).max(initial=0.0) > MAX_ABSOLUTE:
             raise UpdateError(f"moments: {name!r} has values above {MAX_ABSOLUTE:g}, which pooled maps never reach")
-    moments = unpack_without_validation(sent)
+    moments = unpack_without_validation(sent_tensors)
     _require_positive_semidefinite(moments)
     return moments
 
 
-def unpack_without_validation(sent: Tensors) -> DeviceMoments:
-    counts, mean = sent["counts"], sent["mean"]
+def unpack_without_validation(sent_tensors: Tensors) -> DeviceMoments:
+    counts, mean = sent_tensors["counts"], sent_tensors["mean"]
     means = np.zeros((len(counts), len(mean)))
-    means[counts > 0] = mean + sent["means"]
-    factor = least_squares.unpack_upper(sent["factor"], int(sent["rows"][0]), len(mean))
+    means[counts > 0] = mean + sent_tensors["means"]
+    factor = least_squares.unpack_upper(sent_tensors["factor"], int(sent_tensors["rows"][0]), len(mean))
     return DeviceMoments(counts.astype(np.int64), means, factor)
 
 
@@ -171,8 +173,10 @@ def _require_positive_semidefinite(moments: DeviceMoments) -> None:
         )
 
 
-def _require_shapes(sent: Tensors, shapes: dict[str, tuple[int, ...]], kind: type) -> None:
-    least_squares.require_tensors(sent, {name: TensorSpec(shape, np.dtype(kind)) for name, shape in shapes.items()})
+def _require_shapes(sent_tensors: Tensors, shapes: dict[str, tuple[int, ...]], kind: type) -> None:
+    least_squares.require_tensors(
+        sent_tensors, {name: TensorSpec(shape, np.dtype(kind)) for name, shape in shapes.items()}
+    )
 
 
 # -- sums of devices ------------------------------------------------------------------------------

@@ -96,9 +96,9 @@ def standardise_sums(sums: ClassMoments) -> StandardisedSums:
 
 
 def best_penalty(sums: StandardisedSums, ridges: Sequence[float] = STRENGTHS) -> RidgePenalty:
-    """Return the ridge penalty with the smallest cross-validation criterion, the strongest of equally good ones.
+    """Return the ridge penalty with the smallest criterion, the strongest of several equally good ones.
 
-    The criterion is (rss / n) / (1 - df / n)^2, infinite if no degrees of freedom are left.
+    The cross-validation criterion is (rss / n) / (1 - df / n)^2, infinite if no degrees of freedom are left.
     """
     values, vectors = np.linalg.eigh(sums.correlation)
     values = np.maximum(values, 0.0)
@@ -112,7 +112,7 @@ def best_penalty(sums: StandardisedSums, ridges: Sequence[float] = STRENGTHS) ->
 
 
 def search_penalty(sums: StandardisedSums, start: RidgePenalty, ridges: Sequence[float] = STRENGTHS) -> RidgePenalty:
-    """Return a local optimum of the ridge penalty among `ridges` (ascending), searched downhill from `start`.
+    """Return a local optimum of the ridge penalty among ascending `ridges`, searched from `start`.
 
     A Cholesky factor solves each penalty, much faster than the eigenvectors of `best_penalty`. Stronger penalties are
     tried first, because more features need stronger penalties. Raise ValueError if `ridges` lacks that of `start`.
@@ -170,7 +170,7 @@ def _gcv(rss: float, freedom: float, n: float) -> float:
 
 
 def fit_discriminant(sums: StandardisedSums, ridge: float) -> LinearHead:
-    """Fit a linear discriminant for equally frequent classes, with a ridge within classes.
+    """Fit a discriminant for equally frequent classes, with a ridge on the covariance within classes.
 
     A class without examples gets weights of 0 and the bias ABSENT_BIAS, so that it never wins.
     """

@@ -82,7 +82,7 @@ def add_rows(sums: RegressionMoments | None, x: np.ndarray, y: np.ndarray, centr
 
 
 def add_maps(sums: RegressionMoments | None, x: np.ndarray, y: np.ndarray, centred: bool = True) -> RegressionMoments:
-    """Return `sums` with maps x (n, p, ...) and y (n, q, ...), added in place, one row per example and position."""
+    """Return `sums` with a row per example and position of maps x (n, p, ...) and y (n, q, ...), in place."""
     for a, b in _iterate_chunks(x, y):
         sums = add_rows(sums, a, b, centred)
     assert sums is not None, "no maps"
@@ -110,7 +110,7 @@ def solve_ridge(sums: RegressionMoments, ridge: float = RIDGE) -> tuple[np.ndarr
 
 
 def fit_bytes(channels: int, positions: int) -> int:
-    """Return the peak memory of a `RidgeFit` on `positions` rows, with targets of at most BLOCK columns."""
+    """Return the peak bytes of a `RidgeFit` on `positions` rows, for targets of at most BLOCK columns."""
     side = min(channels, positions)
     return 24 * side * side + 12 * positions * channels + 8 * BLOCK * (3 * positions + 2 * channels)
 
@@ -177,27 +177,28 @@ def pack_moments(sums: RegressionMoments, exact: bool) -> dict[str, np.ndarray]:
     }
 
 
-def read_sent_moments(sent: Tensors, p: int, q: int) -> RegressionMoments:
-    """Unpack a device's regression moments of p inputs and q outputs, or raise UpdateError if they are invalid."""
+def read_sent_moments(sent_tensors: Tensors, p: int, q: int) -> RegressionMoments:
+    """Unpack a device's moments of p inputs and q outputs, or raise UpdateError if they are invalid."""
     shapes = {"n": (1,), "mean_x": (p,), "mean_y": (q,), "xx": (p * (p + 1) // 2,), "xy": (p, q), "yy": (1,)}
-    if missing := sorted(shapes.keys() - sent.keys()):
+    if missing := sorted(shapes.keys() - sent_tensors.keys()):
         raise UpdateError(f"moments: {', '.join(missing)} missing: update the agent")
-    kind = np.dtype(np.float64 if sent["xx"].dtype == np.float64 else np.float32)  # as `pack_moments`
+    kind = np.dtype(np.float64 if sent_tensors["xx"].dtype == np.float64 else np.float32)  # as `pack_moments`
     double = np.dtype(np.float64)
     require_tensors(
-        sent, {name: TensorSpec(shape, kind if name in ("xx", "xy") else double) for name, shape in shapes.items()}
+        sent_tensors,
+        {name: TensorSpec(shape, kind if name in ("xx", "xy") else double) for name, shape in shapes.items()},
     )
-    xx = unpack_symmetric(sent["xx"], p)
-    n, yy = float(sent["n"][0]), float(sent["yy"][0])
+    xx = unpack_symmetric(sent_tensors["xx"], p)
+    n, yy = float(sent_tensors["n"][0]), float(sent_tensors["yy"][0])
     if n <= 0 or yy < 0 or (np.diagonal(xx) < 0).any():
         raise UpdateError("moments: the number of rows is not positive, or a variance is negative")
-    mean_x, mean_y, xy = (sent[name].astype(np.float64) for name in ("mean_x", "mean_y", "xy"))
+    mean_x, mean_y, xy = (sent_tensors[name].astype(np.float64) for name in ("mean_x", "mean_y", "xy"))
     return RegressionMoments(n, mean_x, mean_y, xx, xy, yy)
 
 
-def require_tensors(sent: Tensors, specs: Mapping[str, TensorSpec]) -> None:
+def require_tensors(sent_tensors: Tensors, specs: Mapping[str, TensorSpec]) -> None:
     try:
-        tensors.require_addable(sent, specs)
+        tensors.require_addable(sent_tensors, specs)
     except UpdateError as error:
         raise UpdateError(f"moments: {error}") from None
 

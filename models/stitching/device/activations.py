@@ -218,8 +218,8 @@ class SourceSlice(ActivationSource):
 class ActivationCache:
     """Factory of stacks in memory or in files, and a cache of stacks by name.
 
-    All stacks in memory together use at most `memory_bytes`, and all spare stacks on disk `kept_bytes`. Files that an
-    interrupted task left in `folder` are removed.
+    All stacks in memory together use at most `memory_bytes`, and all spare stacks on disk at most `kept_bytes`. Files
+    that an interrupted task left in `folder` are removed.
     """
 
     def __init__(self, folder: Path, memory_bytes: int, kept_bytes: int) -> None:
@@ -250,11 +250,10 @@ class ActivationCache:
             log.warning("%s was not stored for later tasks: %s", self._folder / name, error)
 
     def find(self, name: str, shape: tuple[int, ...]) -> FileStack | None:
-        """Return a stored stack, or None if it is missing or damaged."""
         return FileStack.open(self._folder / name, shape) or FileStack.open(self._folder / (name + SPARE_SUFFIX), shape)
 
     def _evict_entries_for(self, size: int) -> bool:
-        """Delete the oldest spare files until `size` bytes fit, or return False if `size` exceeds the limit."""
+        """Delete the oldest spare files until `size` bytes fit. Return False if `size` exceeds the limit."""
         entries = sorted((path.stat().st_mtime_ns, path) for path in self._folder.glob(f"*{SPARE_SUFFIX}"))
         excess_bytes = sum(path.stat().st_size - CHECKSUM_BYTES for _, path in entries) + size - self._kept_bytes
         if size > self._kept_bytes:

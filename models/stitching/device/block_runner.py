@@ -233,9 +233,10 @@ def sample_vectors(maps: ActivationSource, positions: np.ndarray) -> np.ndarray:
 
 
 def draw_positions(n: int, shape: Sequence[int], count: int) -> np.ndarray:
-    """Draw ascending positions, as for `sample_vectors`, of n maps of `shape` (c, ...) with a fixed seed.
+    """Draw ascending positions, numbered as in `sample_vectors`, of n maps of `shape` (c, ...).
 
-    One position is drawn from each of `count` equal intervals, or all positions are returned if there are no more.
+    The seed is fixed. One position is drawn from each of `count` equal intervals, or all are returned if there are no
+    more.
     """
     total = n * prod(shape[1:])
     count = min(count, total)

@@ -80,7 +80,6 @@ def example_batches(site: ClientContext, rows: np.ndarray) -> Iterator[np.ndarra
 
 
 def require_labels(y: np.ndarray, labels: int, device: str) -> None:
-    """Raise DataError unless all labels y are from 0 to `labels` - 1."""
     if len(y) and (y.min() < 0 or y.max() >= labels):
         raise DataError(
             f"{device} has labels from {y.min()} to {y.max()}: the job has {labels} labels, from 0 to {labels - 1}"

@@ -134,7 +134,7 @@ class _BlockScorer:
         return [self._compare_with_cached_gram(gram, _gram_name(block, -1)) for block in self._pool]
 
     def score_early_and_full(self, candidates: Iterable[int]) -> Iterator[tuple[cka.CkaScore, cka.CkaScore | None]]:
-        """Yield each candidate's score on its first images and on all. The second is None after an early stop."""
+        """Yield each candidate's scores on the first images and on all, the latter None after an early stop."""
         blocks = [self._pool[j] for j in candidates]
         junctions = self._fit_junctions(blocks)
         best: list[float] = []
@@ -181,8 +181,8 @@ class _BlockScorer:
     def _blocks_to_complete_with(self, block: Block) -> list[Block]:
         if not self._request.completes:
             return []
-        later = (b for b in self._request.blocks.values() if b.donor == block.donor and b.index > block.index)
-        return sorted((b for b in later if b.kind != "end"), key=lambda b: b.index)
+        later_blocks = (b for b in self._request.blocks.values() if b.donor == block.donor and b.index > block.index)
+        return sorted((b for b in later_blocks if b.kind != "end"), key=lambda b: b.index)
 
     def _score_against_labels(self, maps: ActivationSource, examples: int) -> cka.CkaScore:
         batches = block_runner.iterate_pieces(SourceSlice(maps, 0, examples))
@@ -283,7 +283,7 @@ class _BlockScorer:
 
 
 def image_set_count(score_at: ScoreAt) -> int:
-    """Return the number of disjoint sets of images: one to score, and one to fit junctions for output scores."""
+    """Return the number of disjoint image sets: one to score and, for output scores, one to fit junctions."""
     return 1 if score_at == "input" else 2
 
 
@@ -308,7 +308,7 @@ def load_private_state(site: ClientContext) -> dict[str, np.ndarray]:
 
 
 def example_order(local: Tensors) -> np.ndarray:
-    """Return the permutation of the device's examples from which each task of the job takes its first examples."""
+    """Return a permutation of the device's examples, the same for all tasks of the job."""
     examples, seed = (int(value) for value in local["drawn"])
     return tensors.seeded_rng("drawn", seed).permutation(examples)
 

@@ -296,7 +296,7 @@ def list_operations(model: nn.Module, traced: fx.GraphModule) -> list[Operation]
 
 
 def cuts_after_modules(operations: Sequence[Operation], donor: str, cuts: Sequence[str]) -> list[str]:
-    """Return the names of the last operations of the modules `cuts`, or raise ModelError if a cut is impossible."""
+    """Return the last operation of each module in `cuts`, or raise ModelError if a cut is impossible."""
     ends: list[int] = []
     for cut in cuts:
         indices = [i for i, op in enumerate(operations) if op.owner == cut or op.owner.startswith(cut + ".")]
@@ -315,7 +315,7 @@ def cuts_after_modules(operations: Sequence[Operation], donor: str, cuts: Sequen
 
 
 def cuts_by_rule(model: nn.Module, operations: Sequence[Operation], donor: str, architecture: str = "") -> list[str]:
-    """Return the names of operations to cut after: before each part with a convolution or attention, and the head."""
+    """Return the operations to cut after: before the head and each part with a convolution or attention."""
     head = _find_index_before_head(operations, donor)
     parts = next((names for family, names in _PARTS.items() if architecture.startswith(family)), ())
     ends = cuts_after_modules(operations, donor, parts) if parts else _cuts_before_convolutions(model, operations)
@@ -324,10 +324,7 @@ def cuts_by_rule(model: nn.Module, operations: Sequence[Operation], donor: str, 
 
 
 def find_trunk(model: nn.Module) -> str:
-    """Return the path of the innermost Sequential with 90 % of the model's attention modules, or "" for the model.
-
-    Convolutions are counted in a model without attention.
-    """
+    """Return the path of the innermost Sequential with 90 % of the attention modules, or "" for the model."""
     name, module = "", model
     kinds = ATTENTION if _count_modules(model, ATTENTION) else CONVOLUTIONS
     while True:

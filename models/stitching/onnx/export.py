@@ -115,7 +115,6 @@ def _add_prefix_blocks(
     blocks: Mapping[str, Block],
     files: Mapping[str, Path],
 ) -> None:
-    """Add the last block of each prefix after its junction, and its value to `values`."""
     for ids in prefixes:
         number = len(values) - 1
         stages = [[model.graph for model in stage] for stage in _load_block_graphs(ids[-1], blocks, files)]
@@ -148,7 +147,7 @@ class _GraphBuilder:
         return nodes
 
     def add_choice(self, early_scores: str, late_scores: str, nodes: Sequence[onnx.NodeProto], margin: float) -> str:
-        """Add the choice of the early scores if their margin suffices. Otherwise `nodes` compute the late scores."""
+        """Add an `If` that returns the early scores if their margin suffices, or else runs `nodes`."""
         two = self.add_constant("early/two", np.array([2], np.int64))
         signs = self.add_constant("early/signs", np.array([[1.0], [-1.0]], np.float32))
         threshold = self.add_constant("early/least", np.array([[margin]], np.float32))
@@ -171,7 +170,7 @@ class _GraphBuilder:
         return self.add_node("If", [is_early], "answer", then_branch=branches[0], else_branch=branches[1])
 
     def make_model(self, count: str | int, in_shape: Sequence[int], out_shape: Sequence[int]) -> onnx.ModelProto:
-        """Return the model of all nodes, for `count` examples or any number, named by a string."""
+        """Return the model of all nodes. A string as `count` names a batch axis of any size."""
         info = helper.make_tensor_value_info
         graph = helper.make_graph(
             self.nodes,
@@ -290,7 +289,7 @@ class _GraphBuilder:
 
 
 def _copy_with_renamed_values(node: onnx.NodeProto, names: Mapping[str, str], prefix: str) -> onnx.NodeProto:
-    """Return a copy with the new `names`, and the prefix before other names, also of values in subgraphs."""
+    """Return a copy in which values are renamed by `names`, or else prefixed, also in subgraphs."""
     renamed = onnx.NodeProto()
     renamed.CopyFrom(node)
     renamed.name = f"{prefix}{node.name}"
@@ -318,7 +317,7 @@ def _load_block_graphs(
 
 
 def load_graph(block: str, path: Path) -> onnx.ModelProto:
-    """Load a graph of a block with its weights. Raise ModelError if `fedquilt.onnx.graph_check` refuses it."""
+    """Load a block's graph with its weights, or raise ModelError if `graph_check` refuses it."""
     try:
         graph_check.check_file(path)
         model = onnx.load(path, load_external_data=False)
@@ -347,9 +346,9 @@ def _inline_external_data(tensor: onnx.TensorProto, folder: Path) -> None:
 
 
 def fold_projection(graph: onnx.GraphProto, weights: np.ndarray, bias: np.ndarray) -> onnx.GraphProto | None:
-    """Fold a projection, weights (q, p) and bias (q,), into a graph of maps (n, q, ...), which then reads p channels.
+    """Return the graph with a projection, weights (q, p) and bias (q,), folded into its first layer.
 
-    Return None if folding is inexact or the folded graph costs more.
+    The graph takes maps (n, q, ...), the result maps (n, p, ...). Return None if folding is inexact or costs more.
     """
     convolution = _find_only_reading_convolution(graph)
     if convolution is None:

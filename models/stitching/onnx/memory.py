@@ -112,7 +112,7 @@ class _NodeUses:
         self.last_use = {name: index for index, node in enumerate(self.nodes) for name in node.input}
 
     def find_reused_input(self, index: int, output: str, shapes: Mapping[str, object]) -> str | None:
-        """Return the first input if the node reshapes it, or computes in place as its last user, or None."""
+        """Return the node's first input if the output reuses its buffer, by a reshape or in place, or None."""
         node = self.nodes[index]
         source = node.input[0] if node.input else ""
         if source not in self.computed or source == self.input or output == self.output:
@@ -186,7 +186,6 @@ def _fold_and_infer_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, Dims 
 
 
 def _value_dims(value: onnx.ValueInfoProto) -> Dims | None:
-    """Return the dimensions of a value, each None if unknown, or None if the value has no shape."""
     kind = value.type.tensor_type
     if not kind.HasField("shape"):
         return None
@@ -215,7 +214,6 @@ def _single_example_model(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _fold_shape_arithmetic(model: onnx.ModelProto, shapes: Mapping[str, Dims]) -> bool:
-    """Replace operations on shapes by constants, in place. Return whether any was replaced."""
     # onnx's inference follows sizes through additions and products, not through divisions.
     embedded = (tensor for tensor in model.graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL)
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in embedded}

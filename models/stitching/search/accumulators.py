@@ -60,7 +60,7 @@ MERGEABLE_TYPES: Final = (ExactMomentSums, CorrectCounts)  # other accumulators 
 
 
 def accumulator_type(state: SearchState) -> type[Accumulator] | None:
-    """Return the type that a site may send for its devices in this phase, or None if it forwards their updates."""
+    """Return the type of a site's sum in this phase, or None if the site forwards single updates."""
     kind = ACCUMULATOR_TYPES.get(state.phase)
     return kind if kind in MERGEABLE_TYPES else None
 
@@ -106,7 +106,6 @@ def _read_update(state: SearchState, update: DeviceUpdate) -> Any:
 
 
 def fold_update(state: SearchState, sums: Accumulator | None, update: DeviceUpdate) -> Accumulator:
-    """Add a device's update to the accumulator of the round, after validation."""
     unpacked = _read_update(state, update)
     sums = ACCUMULATOR_TYPES[state.phase]() if sums is None else sums
     match sums:
@@ -158,11 +157,11 @@ def _count_shapes(state: SearchState) -> dict[str, tuple[int, ...]]:
 
 
 def _read_valid_counts(update: DeviceUpdate, state: SearchState) -> dict[str, np.ndarray]:
-    sent = update.bundles.get("counts", {})
+    sent_counts = update.bundles.get("counts", {})
     shapes, kind = _count_shapes(state), np.dtype(np.int64)
-    if missing := sorted(shapes.keys() - sent.keys()):
+    if missing := sorted(shapes.keys() - sent_counts.keys()):
         raise UpdateError(f"counts: {', '.join(missing)} missing: update the agent")
-    counts = {name: sent[name] for name in shapes}
+    counts = {name: sent_counts[name] for name in shapes}
     try:
         tensors.require_addable(counts, {name: tensors.TensorSpec(shape, kind) for name, shape in shapes.items()})
     except UpdateError as error:
@@ -182,7 +181,6 @@ def _validate_counts(counts: Mapping[str, np.ndarray], weight: float) -> None:
 
 
 def _require_counts_of_examples(right: np.ndarray, examples: Any, subject: str) -> None:
-    """Raise UpdateError unless `right` (..., candidates, candidates) can be counts on this many `examples`."""
     if (right < 0).any() or np.any(examples < 0):
         raise UpdateError(f"{subject}: negative numbers of correct predictions")
     if (right > examples).any():

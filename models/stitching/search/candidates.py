@@ -54,7 +54,7 @@ MAX_FRONT = 12  # maximum number of validated sets of taps, without controls
 
 
 def end_search(state: SearchState) -> SearchState:
-    """Return the state in the next phase: "validate" for aligned heads, else "gather", or "done" with no network."""
+    """Return the state in the next phase: "validate", "gather" or, without finished networks, "done"."""
     if state.params.head == "aligned":
         finalists = aligned_candidates(state, state.finalists)
         return replace(state, phase="validate" if finalists else "done", candidates=finalists)
@@ -214,7 +214,7 @@ def candidate_cost(state: SearchState, candidate: Candidate) -> InferenceCost:
 
 
 def worst_cost(state: SearchState, candidate: Candidate) -> InferenceCost:
-    """Return the cost of an example that runs through the whole candidate, both networks of a cascade included."""
+    """Return the cost of an example that runs through all networks of a candidate, as in a cascade."""
     cost = _inference_cost(state, candidate.paths, bool(candidate.head))
     if candidate.early is None:
         return cost
@@ -258,7 +258,7 @@ class _TruncationSearch:
         return self._single[tap]
 
     def find_larger_sets(self) -> list[_TapSet]:
-        """Return the sets on the front of criterion and cost, and the best sets with and without a stitched tap."""
+        """Return the sets on the Pareto front of criterion and cost, and the best with and without stitching."""
         native_taps = {tap for taps in self.native.values() for tap in taps}
         stitched_taps = sorted(set(range(len(self.state.taps))) - native_taps, key=self.criterion_of_tap)
         stitched_taps = stitched_taps[:STITCHED_TAPS]
@@ -280,7 +280,6 @@ class _TruncationSearch:
         return [self._refine_penalty(tap_set) for tap_set in distinct_sets if len(tap_set.taps) > 1]
 
     def _extend(self, base: _TapSet, chain: tuple[int, ...]) -> list[_TapSet]:
-        """Return the base joined with the first one, two, ... taps of a chain, as far as the limits allow."""
         sets = [(*base.taps, *chain[: count + 1]) for count in range(len(chain))]
         sets = [taps for taps in sets if self._is_allowed(taps)]
         if not sets:
@@ -408,7 +407,7 @@ def board_cost(flops: float, read_bytes: float, board: str) -> tuple[float | Non
 
 
 def measure_cost(params: SearchParams, cost: InferenceCost) -> dict[str, float | None]:
-    """Return "mflop", "ms", "mb" and "joules" of one example. "ms" and "joules" are None for an unknown board."""
+    """Return "mflop" and "mb" of one example, and "ms" and "joules", None for an unknown board."""
     ms, joules = board_cost(cost.flops, cost.read_bytes, params.board) if params.board else (None, None)
     return {"mflop": cost.flops / 1e6, "ms": ms, "mb": cost.weight_bytes / 1e6, "joules": joules}
 

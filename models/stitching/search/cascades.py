@@ -63,7 +63,6 @@ def _cascade_pairs(state: SearchState) -> list[tuple[int, int]]:
 
 
 def _is_within_budget(state: SearchState, candidate: Candidate) -> bool:
-    """Return whether the mean cost is within the budget, and the worst cost within LATE_FACTOR times the budget."""
     mean, worst = candidates.candidate_cost(state, candidate), candidates.worst_cost(state, candidate)
     is_within = candidates.is_within_budget
     return is_within(state.params, mean) and is_within(state.params, worst, candidates.LATE_FACTOR)
@@ -86,7 +85,7 @@ def finish_candidates(state: SearchState) -> SearchState:
 
 
 def _choose_cascades(state: SearchState) -> list[_Cascade]:
-    """Return cascades that are more accurate than all cheaper candidates, best first, spaced by FRONT_SPACING."""
+    """Return cascades more accurate than all cheaper candidates, best first, spaced by FRONT_SPACING."""
     rows = {early: row for row, early in enumerate(early_candidates(state))}
     pairs = [(rows[early], early, late) for early, late in _cascade_pairs(state) if early in rows]
     cascades = [_Cascade(*pair, edge) for pair in pairs for edge in range(len(MARGINS))]
@@ -119,7 +118,6 @@ def _to_candidate(state: SearchState, cascade: _Cascade) -> Candidate:
 
 
 def _extend_right_answers(state: SearchState, cascades: Sequence[_Cascade]) -> np.ndarray:
-    """Return `state.right`, the examples that both of two candidates predict correctly, with cascades added last."""
     if not state.right.size:
         return state.right
     nets = len(state.candidates)

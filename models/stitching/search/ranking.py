@@ -42,7 +42,7 @@ def paired_error(state: SearchState, first: int, second: int) -> float:
 
 
 def choose_candidate(state: SearchState, allowed: Iterable[int] | None = None) -> int | None:
-    """Return the index of the cheapest candidate within one paired standard error of the best, or None without any.
+    """Return the cheapest candidate's index within one paired standard error of the best, or None.
 
     Without held-out examples the smallest criterion of generalised cross-validation decides, then the score.
     """

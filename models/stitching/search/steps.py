@@ -33,7 +33,7 @@ def starting_networks(donor_pool: DonorPool) -> tuple[ScoredPath, ...]:
 
 
 def initial_state(params: SearchSettings, seed: int, donor_pool: DonorPool, files: dict[str, BlobRef]) -> SearchState:
-    """Return the state before the first vote. With `completion`, the donors themselves are finished networks."""
+    """Return the state before the first vote. With `completion`, whole donors are finished networks."""
     if params.depth is None:
         params = replace(params, depth=max(len(donor.blocks) for donor in donor_pool.donors.values()))
     state = SearchState(params, seed, donor_pool, dict(files), ())
@@ -113,7 +113,7 @@ def pick_network(state: SearchState, is_budget_spent: bool = False) -> ScoredPat
 
 
 def _bisection_rank(index: int, size: int) -> tuple[int, int]:
-    """Return the step in which bisection of [0, size) has `index` as its middle, and the index."""
+    """Return a sort key for bisection order: the step in which `index` is the middle, and the index."""
     assert 0 <= index < size
     low, high = 0, size
     step = 0
@@ -159,7 +159,10 @@ def is_finished(state: SearchState, net: ScoredPath) -> bool:
 
 
 def distinct_finalists(state: SearchState) -> list[ScoredPath]:
-    """Return the finished networks, best first. With a ridge head, networks must differ before the last block."""
+    """Return the finished networks, best first, without duplicates.
+
+    A ridge head replaces the last block, so that networks that differ only there are duplicates.
+    """
     finalists: dict[tuple[str, ...], ScoredPath] = {}
     for net in sorted(state.finished, key=lambda net: (-net.score, len(net.path), net.path)):
         key = net.path[:-1] if state.params.head == "ridge" else net.path  # a head replaces the last block
@@ -206,10 +209,7 @@ def choice_seed(state: SearchState, device: str) -> int:
 
 
 def add_ballots(state: SearchState, ballots: Mapping[str, Ballot]) -> SearchState:
-    """Add a sub-round's ballots, and close the vote after the last sub-round or when all devices have voted.
-
-    The number of devices is unknown. A sub-round without a new device means that all devices are known.
-    """
+    """Add a sub-round's ballots, and close the vote if it was the last or all devices have voted."""
     net = state.current
     assert net is not None
     new_devices = ballots.keys() - state.ballots.keys()
@@ -226,7 +226,7 @@ def add_ballots(state: SearchState, ballots: Mapping[str, Ballot]) -> SearchStat
 
 
 def close_vote(state: SearchState) -> SearchState:
-    """Choose the winners, and start to fit their junctions, or extend the path if no winner needs a junction."""
+    """Choose the winners and start to fit their junctions. Without junctions, extend the path at once."""
     params, net = state.params, state.current
     assert net is not None
     depth_factor = 1 + len(net.path) / max_depth(params)

@@ -109,7 +109,7 @@ def _gather_work(request: moments.GatherRequest) -> WorkEstimate:
 
 
 def minimum_moments_bytes(request: moments.GatherRequest) -> int:
-    """Return the memory for the moments of the fewest images to which memory may limit a device."""
+    """Return the memory in bytes that a device needs for the moments of the fewest permitted images."""
     rows = moments.MIN_ROWS if request.samples is None else min(request.samples, moments.MIN_ROWS)
     return class_moments.factor_bytes(rows, sum(request.widths))
 
@@ -186,7 +186,7 @@ def _blocks_never_run(state: SearchState) -> set[str]:
 
 
 def label_classes(state: SearchState, path: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:
-    """Return the classes of each label in the donor of the last block, or None if the donor is not aligned."""
+    """Return the classes of each label in the last block's donor, or None if that is not aligned."""
     return state.stock.donors[state.stock.blocks[path[-1]].donor].align
 
 
@@ -199,7 +199,6 @@ def _blocks_to_last_tap(donor_pool: DonorPool, name: str) -> list[str]:
 def _collect_path_and_donor_blocks(
     donor_pool: DonorPool, path: Iterable[str], candidates: Iterable[str]
 ) -> dict[str, Block]:
-    """Return the blocks of the path, and each candidate with the blocks before it in its donor, by name."""
     names = set(path)
     for name in candidates:
         block = donor_pool.blocks[name]

@@ -129,7 +129,7 @@ IDENTITY: Final = (
 
 
 def check_deadlines(settings: AgentSettings, machine: MachineFacts) -> Verdict:
-    """Check that tasks like the latest ones meet their deadlines in this power mode, or return None without data.
+    """Check that tasks like the latest ones meet their deadlines, or return None without data.
 
     Durations are predicted from the costs that the agent has learned on this device.
     """
@@ -202,7 +202,7 @@ MIN_AVAILABLE_SHARE: Final = 0.8  # of the budget. With less memory tasks are de
 
 
 def settings_under_root(settings: AgentSettings, path: Path, root: Path) -> AgentSettings:
-    """Return the settings with absolute paths moved below `root`, if the settings file `path` is below `root`."""
+    """Return settings with absolute paths moved below `root`, if their file `path` is below `root`."""
     if root == machine_facts.ROOT or root.resolve() not in path.resolve().parents:
         return settings
     base = root.resolve()
@@ -252,7 +252,6 @@ class Facts:
 
     @property
     def certificate(self) -> Certificate | None:
-        """Return the device's certificate, or None if none is set or it cannot be read."""
         file = None if self.settings is None else self.settings.broker.cert
         try:
             return None if file is None else load_certificate(file)

@@ -1,4 +1,4 @@
-"""Checks of the connection to the broker, in order: name, port, TLS, login, packet limit, rights, signatures.
+"""Checks of the broker: name, port, TLS, login, packet limit, rights and signatures, in this order.
 
 The checks end at the first error before the login. Rights are not checked while the agent or coordinator runs: the
 broker would replace its connection by a second client of the same name.
@@ -235,7 +235,6 @@ def _send_request(
     is_complete: Callable[[], bool] = lambda: False,
     make_request: Callable[[], ProbeRequest] = make_blob_request,
 ) -> bool:
-    """Publish a request and add received messages to `messages`. Return whether the broker refused the request."""
     dropped_before = link.dropped
     topic_suffix, message = make_request()
     link.publish(topics.device_topic(name, "up", topic_suffix), wire.encode(message))
@@ -281,7 +280,6 @@ CheckSteps = Generator[Numbered, None, bool]
 def check_broker_for_device(
     settings: AgentSettings, clock_s: float, deadline: ExaminationDeadline
 ) -> Iterator[Numbered]:
-    """Yield findings on a device's connection, access rules and handshake, up to an error."""
     try:
         broker = Broker.from_url(**msgspec.structs.asdict(settings.broker))
     except FedquiltError:
@@ -312,7 +310,6 @@ def check_broker_for_device(
 def check_broker_for_coordinator(
     table: Mapping[str, Any], home: Path | None, fleet: str, clock_s: float, deadline: ExaminationDeadline
 ) -> Iterator[Numbered]:
-    """Yield findings on the connection and access rules of a coordinator or an observer."""
     try:
         broker = Broker.from_url(**table)
     except FedquiltError as problem:
@@ -453,7 +450,7 @@ def check_packet_limit(broker: Broker, link: MqttLink) -> Iterator[Numbered]:
 
 
 def load_identity(broker: Broker) -> tuple[LinkIdentity | None, str | Problem]:
-    """Return the identity for signing and "", or None and the verdict on unsigned messages or damaged files."""
+    """Return the identity for signing, or None, and the verdict on a missing or damaged identity, or ""."""
     try:
         identity = authenticated_link.load_identity(broker)
     except JobError as problem:

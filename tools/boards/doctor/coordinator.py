@@ -28,7 +28,7 @@ DAMAGE_FIX: Final = "restore a backup of the whole folder, or begin with an empt
 
 
 def check_coordinator(home: Path, free: FreeBytes = free_bytes) -> Iterator[Numbered]:
-    """Yield findings on a coordinator's home, up to damage that prevents further checks. No file is changed."""
+    """Yield findings on a coordinator's home, up to damage that prevents further checks. Only read files."""
     database, existing = home / "fedquilt.db", nearest_existing(home)
     if not os.access(existing, os.W_OK | os.X_OK):
         sentence = f"coordinator's home {home} is not writable by this user"

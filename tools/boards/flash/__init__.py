@@ -128,7 +128,7 @@ def _collect_bundle_files(
 def write_upgrade_bundle(
     content: FlashContent, out: Path, authority: Path, *, with_dependencies: bool = False, print_line: PrintLine = print
 ) -> None:
-    """Write the bundle of an over-the-air upgrade, signed if the folder `authority` has the authority's key.
+    """Write the bundle of an over-the-air upgrade, signed if the folder `authority` has a key.
 
     Without `with_dependencies`, the boards must have the dependencies already.
     """
@@ -168,7 +168,7 @@ def write_upgrade_bundle(
 
 
 def remove_installation(destination: FlashDestination, *, purge: bool = False, print_line: PrintLine = print) -> None:
-    """Remove fedquilt from a mounted root or a running board, with `purge` including settings, identity and state."""
+    """Remove fedquilt from a mounted root or a board, with `purge` also settings, identity and state."""
     arguments = ["--uninstall", *["--purge"] * purge, *["--dry-run"] * destination.dry_run]
     try:
         if destination.rootfs is not None:

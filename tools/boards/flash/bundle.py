@@ -232,7 +232,7 @@ def _credential_lines(name: str, systemd: int) -> str:
 
 
 def fill_template(text: str, values: Mapping[str, str]) -> str:
-    """Return a template with each @WORD@ replaced by its value. Lines with only an empty value are dropped."""
+    """Return a template with its @WORD@ marks replaced. Lines with only an empty value are dropped."""
     lines = []
     for line in text.splitlines():
         filled = line
@@ -386,7 +386,7 @@ class CoordinatorFiles(msgspec.Struct, frozen=True):
 
 
 def read_coordinator_files(path: Path) -> CoordinatorFiles:
-    """Read a coordinator.toml and the files named there as files and command lines, or raise JobError."""
+    """Read a coordinator.toml and the files that it names, for a bundle, or raise JobError."""
     with toml.prefix_errors(str(path)):
         settings = toml.convert_table(toml.read_toml(path), CoordinatorSettings, "a coordinator's settings")
         file_names = {

@@ -88,7 +88,10 @@ class ExtFileSystem:
         return process.stdout.decode(errors="replace")
 
     def file_type(self, name: str) -> str:
-        """Return "regular", "directory" or "symlink", or "" for a missing path and in INSTALLATION_FOLDERS."""
+        """Return "regular", "directory", "symlink" or, for other paths, "".
+
+        Paths in INSTALLATION_FOLDERS also give "", because they were checked when the image was opened.
+        """
         if any(str(Path(name)).startswith(f"{folder}/") for folder in INSTALLATION_FOLDERS):
             return ""  # checked once, when the image was opened
         match = re.search(r"Type: (\w+)", self.run_query(f'stat "/{name}"'))

@@ -82,7 +82,7 @@ class RootFileSystem:
         return resolved
 
     def path_for(self, name: str) -> Path:
-        """Return the real path of a name, without following a link at its end."""
+        """Return the real path of a name. A link at its end is not followed."""
         path = PurePosixPath(name)
         return self.resolve(path.parent) / path.name
 
@@ -93,7 +93,7 @@ class RootFileSystem:
         return not self.dry_run
 
     def write_file(self, name: str, data: bytes, mode: int = 0o644) -> bool:
-        """Write a file atomically. Return False if it has this content and mode already. A dry run only prints."""
+        """Write a file atomically, or only print in a dry run. Return False if content and mode are the same."""
         path = self.path_for(name)
         if (
             path.is_file()
@@ -115,7 +115,7 @@ class RootFileSystem:
         return True
 
     def create_symlink(self, name: str, to: str) -> bool:
-        """Create a link, replacing a file. Return False if it exists already. A dry run only prints."""
+        """Create a link, replacing a file, or only print in a dry run. Return False if the link exists."""
         path = self.path_for(name)
         if path.is_symlink() and os.readlink(path) == to:
             return False
@@ -128,7 +128,7 @@ class RootFileSystem:
         return True
 
     def remove_path(self, name: str) -> bool:
-        """Remove a file, link or whole folder. Return False if there is none. A dry run only prints."""
+        """Remove a file, link or folder, or only print in a dry run. Return False if there is none."""
         path = self.path_for(name)
         if not path.is_symlink() and not path.exists():
             return False
@@ -150,7 +150,7 @@ class RootFileSystem:
 
 
 def read_elf_machine(path: Path) -> str | None:
-    """Return the machine type of a program as by `uname -m`, or None if the file is missing or no ELF file."""
+    """Return a program's machine type as by `uname -m`, or None if the file is missing or no ELF file."""
     try:
         with open(path, "rb") as file:
             head = file.read(20)
@@ -163,7 +163,7 @@ def read_elf_machine(path: Path) -> str | None:
 
 
 def check_compatibility(root: RootFileSystem, manifest: Mapping[str, Any]) -> None:
-    """Raise InstallRefusedError if a root has no system, another machine type or not the manifest's Python."""
+    """Raise InstallRefusedError unless a root has a system, and the manifest's machine type and Python."""
     python, required = manifest["interpreter"], manifest["machine"]
     description = "this board" if root.path == Path("/") else str(root.path)
     program_paths = [root.resolve(name) for name in (python.lstrip("/"), "bin/sh", "usr/bin/env", "sbin/init")]
@@ -185,7 +185,7 @@ def check_compatibility(root: RootFileSystem, manifest: Mapping[str, Any]) -> No
 
 
 def read_manifest(bundle: Path) -> dict[str, Any]:
-    """Return a bundle's manifest after checking all files. Raise InstallRefusedError if one is damaged or missing."""
+    """Return a bundle's manifest, or raise InstallRefusedError if a file is damaged or missing."""
     try:
         manifest = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
@@ -302,7 +302,7 @@ def _install_settings(bundle: Path, root: RootFileSystem, manifest: Mapping[str,
 
 
 def uninstall(root: RootFileSystem, *, purge: bool = False) -> int:
-    """Remove the installation from a root, with `purge` also its settings and state. Return the change count."""
+    """Remove the installation, with `purge` also settings and state. Return the number of changes."""
     old_changes = root.changes
     unit_folder = root.path_for(UNIT_FOLDER)
     units = {path.name for path in unit_folder.glob("fedquilt-*")} if unit_folder.is_dir() else set()
@@ -342,7 +342,7 @@ def _run_systemctl(*arguments: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Install or uninstall. Return exit code 0, 2 for a refused bundle, or 6 for missing rights or disk errors."""
+    """Install or uninstall. Return 0, 2 for a refused bundle, or 6 for missing rights or disk errors."""
     parser = argparse.ArgumentParser(prog="install.sh", description="Put fedquilt's agent onto this board.")
     parser.add_argument("--root", default="/", help="a mounted root file system instead of this board's")
     parser.add_argument("--dry-run", action="store_true", help="print changes without making them")

@@ -51,7 +51,6 @@ TIMESTAMP: Final = (2020, 1, 1, 0, 0, 0)  # of all files
 
 
 def build_own_wheel(folder: Path, name: OwnWheel = "fedquilt-board") -> Path:
-    """Write a wheel of the running files into a folder, and return its path."""
     package_folder, stem = Path(fedquilt.__file__).parent, f"{name.replace('-', '_')}-{fedquilt.__version__}"
     info_folder = f"{stem}.dist-info"
     files = dict(_iterate_package_files(package_folder) if name == "fedquilt" else _iterate_board_files(package_folder))
@@ -75,7 +74,7 @@ def build_own_wheel(folder: Path, name: OwnWheel = "fedquilt-board") -> Path:
 
 
 def read_metadata(name: OwnWheel) -> list[tuple[str, str]]:
-    """Return the fields of a wheel's METADATA, from pyproject.toml in a clone and else from the installed package."""
+    """Return the fields of a wheel's METADATA, from a clone's pyproject.toml or the installed package."""
     # pyproject.toml comes first, because the metadata of an editable installation may be outdated
     repository = Path(fedquilt.__file__).parents[1]
     fields = [("Metadata-Version", "2.1"), ("Name", name), ("Version", fedquilt.__version__)]
@@ -132,7 +131,7 @@ def _is_below(file: str, paths: Sequence[str]) -> bool:
 
 
 def strip_prose(source: str) -> str:
-    """Return a module's code without docstrings, comments, annotations of functions, and imports used only there.
+    """Return a module's code without docstrings, comments, annotations, and imports used only there.
 
     Indentation is one space instead of four.
     """

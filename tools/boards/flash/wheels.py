@@ -194,7 +194,6 @@ class WheelDownload:
         raise JobError(f"wheels for {self.target.name} cannot be resolved: {problem}")
 
     def _download_gpu_builds(self, root: str, folder: Path, index: str) -> list[str]:
-        """Download packages with GPU builds from `index`, and return requirements that pin them."""
         # PyPI has newer builds for another CUDA. A wheel compiled with NumPy 1 does not run with NumPy 2.
         from packaging.requirements import Requirement
 
@@ -220,7 +219,6 @@ class WheelDownload:
             )
 
     def _run_pip(self, requirements: Sequence[str], folder: Path, index_options: Sequence[str]) -> str | None:
-        """Download wheels with pip. Return None, or the error."""
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
         command += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", self.target.python]
         for platform in ([self.target.local_platform] if self.index else []) + list(self.target.platforms):
@@ -242,7 +240,7 @@ def _is_built_for_numpy_2(torch: Path) -> bool:
 
 
 def dependency_closure(root: str, wheels: Mapping[str, Wheel], target: BundleTarget) -> tuple[set[str], list[str]]:
-    """Return the names of the wheels that requirement `root` needs on the target, and requirements without a wheel."""
+    """Return the wheels that requirement `root` needs, by name, and the requirements without a wheel."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -267,7 +265,7 @@ def dependency_closure(root: str, wheels: Mapping[str, Wheel], target: BundleTar
 
 
 def _is_required_for_extra(requirement: Requirement, target: BundleTarget, extra: str) -> bool:
-    """Return whether a requirement applies on the target only with this extra, or for "" without extras."""
+    """Return whether a requirement applies only with this extra or, for extra "", without any."""
     if requirement.marker is None:
         return not extra
     environment = target.marker_environment()

@@ -47,7 +47,7 @@ class PartResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class GpuReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Report of one check. Values of the environment that are unknown are None, with the reasons in `unknown`."""
+    """Report of one check. Unknown values of `environment` are None, with the reasons in `unknown`."""
 
     version: Literal[1] = 1
     fedquilt: str
@@ -350,7 +350,7 @@ def judge_rates(rows: list[Row], cpu_share: float, gpu_share: float) -> Outcome:
 
 
 def write_graph(folder: Path) -> Path:
-    """Write the graph of an inverted residual block with fedquilt's metadata into a folder, and return its path."""
+    """Write the ONNX graph of an inverted residual block, with fedquilt's metadata, and return its path."""
     import onnx
 
     block = probes.write_probe_block(CHANNELS, PIXELS, folder)
@@ -363,9 +363,9 @@ def write_graph(folder: Path) -> Path:
 
 
 def compare_devices(runs: Mapping[str, Callable[[], DeviceRun]]) -> Iterator[Row]:
-    """Yield the largest difference of each device's output from the first one's, relative to its largest value.
+    """Yield how much each device's output differs from the first device's, or None if a run fails.
 
-    The difference is None if the run fails.
+    The difference is the largest of any value, relative to the first output's largest value.
     """
     reference: np.ndarray | None = None  # output of the first device
     for device, run in runs.items():
@@ -420,7 +420,7 @@ def list_onnx_runs(graph: Path, folder: Path) -> dict[str, Callable[[], DeviceRu
 
 
 def measure_energy(meters: dict[str, Callable[[float], Reading]], load: Callable[[], object]) -> dict[str, Cost]:
-    """Read the meters in a thread while `load` runs. Return the costs by meter, without meters that report nothing."""
+    """Return each meter's cost while `load` runs. Meters that report no energy are missing."""
     accounts = dict.fromkeys(meters, EnergyAccount(time.monotonic()))
 
     def read_meters() -> None:
@@ -438,7 +438,10 @@ def measure_energy(meters: dict[str, Callable[[float], Reading]], load: Callable
 
 
 def query_nvidia_smi(cuda: Any, names: Collection[str] = tuple(QUERY_FIELDS)) -> dict[str, Any]:
-    """Return values (keys of QUERY_FIELDS) of torch's GPU, or of GPU 0 if `cuda` is None, without unknown ones."""
+    """Return the values of QUERY_FIELDS in `names` that nvidia-smi reports for torch's GPU.
+
+    Without torch's `cuda` module the GPU is number 0. Values that the driver does not report are missing.
+    """
     uuid = None if cuda is None else getattr(cuda.get_device_properties(0), "uuid", None)
     gpu_id = "0" if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
     fields = ",".join(QUERY_FIELDS[name][0] for name in names)
@@ -490,7 +493,6 @@ def _require_torch() -> None:
 
 
 def has_onnx() -> bool:
-    """Return whether both onnxruntime and onnx are installed."""
     return bool(importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"))
 
 

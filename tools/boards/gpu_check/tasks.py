@@ -132,7 +132,7 @@ class TaskBench:
 
 
 def measure_memory(bench: TaskBench) -> Iterator[Row]:
-    """Yield the memory peaks of training and inference at both batch sizes, or raise ModelError if a task fails.
+    """Yield memory peaks of training and inference at both batch sizes, or raise ModelError.
 
     Without a GPU, each task has its own process. On a GPU one process trains and then evaluates. Another process
     repeats both within budgets (prediction and margin), because cuDNN uses more memory if more is free.
@@ -167,7 +167,7 @@ def _run_measured(bench: TaskBench, worker: ChildWorker, work: str, batch: int, 
 
 
 def memory_row(work: str, batch: int, budget: str, result: WorkResult, predicted: int | None) -> Row:
-    """Return predicted and measured peak of processor and GPU in MB above the idle engine, or None."""
+    """Return a task's predicted and measured memory peak in MB, above that of the idle engine."""
     is_measured = result.peak_bytes is not None and result.base_bytes is not None
     peak_above_idle_bytes = result.peak_bytes - result.base_bytes if is_measured else None  # type: ignore[operator]
     return {
@@ -184,7 +184,7 @@ def memory_row(work: str, batch: int, budget: str, result: WorkResult, predicted
 
 
 def check_results(bench: TaskBench, worker: ChildWorker, free_bytes: int | None) -> Row:
-    """Compare updates of GPU and CPU and of two runs, then run a task that exceeds the memory and a normal one.
+    """Compare updates of GPU and CPU and of two runs, then run a task too large for memory and another.
 
     `free_bytes` is the free memory of a discrete GPU, or None for a GPU with the board's memory. Raise ModelError if a
     task fails that should succeed.
@@ -222,7 +222,7 @@ def _train(bench: TaskBench, worker: ChildWorker) -> tuple[Tensors, WorkResult]:
 
 
 def largest_difference(update: Tensors, reference: Tensors, start: Tensors) -> float:
-    """Return the largest difference of float tensors, relative to the largest change from `start` to `reference`."""
+    """Return the largest difference of floats, relative to the largest change from `start` to `reference`."""
     floats = [name for name, value in reference.items() if value.dtype.kind == "f"]
     change = max(float(np.max(np.abs(reference[name] - start[name]), initial=0.0)) for name in floats)
     difference = max(float(np.max(np.abs(update[name] - reference[name]), initial=0.0)) for name in floats)
@@ -287,7 +287,7 @@ def _repeat(run: Work, times: int) -> None:
 
 
 def count_repetitions(run: Work, min_s: float = MIN_RUN_S) -> int:
-    """Return how often to run the function to fill `min_s`, from 1 to MAX_REPETITIONS. Run it twice."""
+    """Time the second of two runs, and return how many fill `min_s`, from 1 to MAX_REPETITIONS."""
     run()  # the first run loads libraries
     began_s = time.perf_counter()
     run()

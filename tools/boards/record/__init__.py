@@ -55,7 +55,7 @@ def record_profile(
     format: str = "text",
     print_line: Callable[[str], None] = print,
 ) -> int:
-    """Measure the board and write its profile, or with `dry_run` print the points. Return 1 if points were skipped.
+    """Measure a board and write its profile, or only print the points. Return 1 if points were skipped.
 
     The default of `out` is BOARD.toml in the current folder. `root` is the folder with `proc` and `sys`, in a container
     the mount of the host's root. Raise ClockError if no point could be measured.
@@ -100,7 +100,7 @@ def record_profile(
 
 
 def common_settings(clocks: Sequence[ClockState]) -> Lists:
-    """Return the frequencies in Hz, ascending, that all clocks of a kind list, by axis such as "cpu_hz"."""
+    """Return the frequencies in Hz that all clocks of a kind support, ascending, by axis such as "cpu_hz"."""
     settings_by_axis: Lists = {}
     for kind, axis in KINDS.items():
         settings_per_clock = [set(clock.listed_hz) for clock in clocks if clock.kind == kind and clock.listed_hz]
@@ -120,7 +120,7 @@ def permitted_settings(clocks: Sequence[ClockState]) -> Lists:
 
 
 def build_profile(recording: BoardMeasurements, facts: BoardFacts, lists: Lists) -> FittedProfile:
-    """Return a profile of the measured points, with a model if enough points with different clocks were measured.
+    """Return a profile of the measured points, with a model if enough different points were measured.
 
     `lists` are the settings by axis of `common_settings`. Raise ClockError if no point was measured.
     """

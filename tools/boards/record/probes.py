@@ -63,7 +63,7 @@ def build_probes_by_workload() -> dict[str, list[TaskProbe]]:
 
 
 def fit_rates(probes: Sequence[TaskProbe], seconds: Sequence[float]) -> Rates:
-    """Return the FLOPs and bytes per second, and seconds per launch and task, that fit the probes' times best.
+    """Return the FLOPs and bytes per second, and seconds per launch and task, that fit the times best.
 
     No value is negative. A value is None if it does not affect the times.
     """
@@ -233,7 +233,7 @@ class TimedWorkload:
 
 
 def build_workload() -> TimedWorkload:
-    """Return convolutions on ONNX Runtime, or matrix products of numpy without it, and copies of memory."""
+    """Return the work to time: convolutions on ONNX Runtime, or else numpy's products, and memory copies."""
     source, target = np.ones(COPIED_BYTES, np.uint8), np.ones(COPIED_BYTES, np.uint8)
 
     def copy_memory() -> None:

@@ -1,4 +1,4 @@
-"""Benchmark of blob transfers by HTTP and MQTT, with and without faults, against TCP that hashes and stores the same.
+"""Benchmark of blob transfers by HTTP and MQTT against TCP that hashes and stores too.
 
 With faults, 2 % of chunks are lost (MQTT) or end a connection (HTTP, TCP), and the broker is killed once. MQTT is then
 compared with TCP whose server is unreachable for as long, and HTTP with TCP whose server is always reachable, because

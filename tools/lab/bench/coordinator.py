@@ -103,9 +103,9 @@ class ResourceSample(NamedTuple):
 def measure(
     report: Callable[[str], None], agents: Sequence[int] = AGENTS, rounds: int = ROUNDS, after: int = 0
 ) -> dict[str, Any]:
-    """Run a job of `rounds` rounds with each number of devices, and return times, memory and judged figures.
+    """Run a job with each number of devices, and return times, memory and judged figures.
 
-    With `after`, also run one whose event log begins with so many rounds.
+    With `after`, also run a job whose event log begins with `after` rounds.
     """
     _raise_file_limit(max(agents) + SPARE_FILES)
     fleets: dict[str, dict[str, Any]] = {}
@@ -402,7 +402,7 @@ class LightDevice:
         return sock
 
     def read(self) -> None:
-        """Process received messages and send responses. Raise ConnectionError if the broker closed the connection."""
+        """Process messages and send responses. Raise ConnectionError if the broker closed the connection."""
         self.client.loop_read()
         while self.client.socket() is not None and self.client.want_write():
             self.client.loop_write()

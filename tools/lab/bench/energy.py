@@ -123,7 +123,7 @@ def known_idle_w(boards: Mapping[str, ScaledBoard]) -> dict[str, float]:
 
 
 def summarise_run(run: PolicyRun) -> dict[str, Any]:
-    """Return energies in joules until each round's deadline, durations, the share of tasks in time and used points."""
+    """Return energies in joules, durations, the share of tasks in time, and the used operating points."""
     idle_w = known_idle_w(run.boards)
     joules = dict.fromkeys(idle_w, 0.0)
     in_time = tasks = 0
@@ -151,7 +151,6 @@ def shortest_s(board: ScaledBoard, work: WorkEstimate) -> float:
 
 
 def energy_until(board: ScaledBoard, point: OperatingPoint, work: WorkEstimate, round_s: float) -> float:
-    """Return the energy in joules of a task and of idling until the round ends."""
     seconds = cost_model.work_seconds(work, point)
     assert seconds is not None
     assert point.busy_w is not None

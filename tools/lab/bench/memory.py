@@ -35,7 +35,7 @@ TASK_PREFIXES = {"scoring": "output scores", "moments": "moments"}  # by figure,
 
 
 def measure(size: int = 224) -> dict[str, Any]:
-    """Measure stitching tasks under each budget, and return their peaks in MB by process and kernel, and figures.
+    """Measure stitching tasks under each budget, and return their peaks in MB and judged figures.
 
     Raise ModelError if the kernel reports no peaks.
     """

@@ -111,7 +111,7 @@ def draw_examples(count: int) -> Examples:
 def walk_path(
     bundle: Bundle, blob_path: Callable[[str], Path], scratch: Path, max_length: int = DEPTH - 1, count: int = IMAGES
 ) -> list[ScoringRound]:
-    """Run the scoring rounds of one device along a path of up to `max_length` blocks, and return them in order.
+    """Run a device's scoring rounds along a path of up to `max_length` blocks, and return them in order.
 
     Each step adds the best-scored block of another donor whose maps are large enough for DEPTH blocks. The pool shrinks
     by the paper's rule.
@@ -189,7 +189,7 @@ def _initial_state(train: Examples) -> Tensors:
 
 @dataclass(frozen=True)
 class ScoringComparison:
-    """One round by all ways of scoring and naively: processor and wall seconds, and scores."""
+    """Processor and wall seconds and scores of one round, by each way of scoring and by naive scoring."""
 
     request: ScoreRequest
     seconds: Mapping[str, np.ndarray]
@@ -295,7 +295,7 @@ def measure_naive(
 def measure_forward_pass(
     bundle: Bundle, blob_path: Callable[[str], Path], folder: Path, count: int = IMAGES
 ) -> np.ndarray:
-    """Return the processor and wall seconds (2,) of all donors on 2 * count images, without loading the graphs."""
+    """Return processor and wall seconds (2,) of all donors on 2 * count images, without loading graphs."""
     images = inputs.prepare_images(draw_examples(2 * count).x, bundle.meta["input"])
     total = np.zeros(2)
     for donor in bundle.meta["donors"].values():

@@ -1,6 +1,6 @@
 """Serving and pulling processes of `fedquilt lab bench blobs`.
 
-An agent is a process with the daemon's own imports and the transfer code it uses; the serving process has the
+An agent is a process with the daemon's own imports and the transfer code it uses. The serving process imports the
 coordinator's. Their memory use is the peak above their idle size (VmHWM after a reset).
 """
 
@@ -73,7 +73,7 @@ def _create_unreliable_send(loss: float, lost_count: list[int]) -> Callable[...,
 
 
 def serve_blob(url: str, folder: str, sha256: str, transport: str, loss: str) -> None:
-    """Print the port, serve the blob until SIGTERM, then print memory, processor time and lost chunks as JSON.
+    """Print the port, serve a blob until SIGTERM, then print memory, time and lost chunks as JSON.
 
     The `transport` is "tcp", "http" or "mqtt", `loss` the share of chunks that are lost.
     """
@@ -115,7 +115,7 @@ def serve_blob(url: str, folder: str, sha256: str, transport: str, loss: str) ->
 
 
 def _serve_tcp(path: str, loss: float) -> None:
-    """Print the port, serve from a client's offset until SIGTERM, and print the measurement. SIGUSR1: an outage."""
+    """Print the port, serve each client from its offset until SIGTERM, then print the measurement."""
     # in an outage, all connections and the listener are closed for OUTAGE_S, like those of a killed server
     lost_count, socks = [0], list[socket.socket]()
     send = _create_unreliable_send(loss, lost_count) if loss else _send_rest

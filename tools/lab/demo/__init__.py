@@ -99,7 +99,7 @@ def compare_networks(
     artefact: Artefact,
     report_progress: Callable[[str], None],
 ) -> DemoComparison:
-    """Return the accuracies of all baselines of the stitched network, with the FedAvg baseline for `rounds` rounds."""
+    """Return the accuracies of the stitched network's baselines. FedAvg trains for `rounds` rounds."""
     bundle = job_bundle.load_bundle(plan.bundle)
     folder = plan.bundle / "blobs"
     engine: Any = engines.create_engine("onnx", BUDGET_BYTES)
@@ -164,7 +164,7 @@ def _paired_interval(correct: np.ndarray, baseline: np.ndarray) -> tuple[float, 
 
 
 def train_from_scratch(job: JobSettings, rounds: int, size: int) -> NetworkResult:
-    """Train a network of about `size` weights with FedAvg, from random weights, on the same devices and examples."""
+    """Train a network of about `size` random weights with FedAvg, on the same devices and examples."""
     job_from_scratch = JobSettings(
         name="scratch",
         method="fedavg",

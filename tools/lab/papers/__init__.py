@@ -119,7 +119,7 @@ def list_or_run_tables(
     cache_folder: Path = CACHE_FOLDER,
     format: str,
 ) -> int:
-    """List the tables, or run one, print its result and write JSON and SVG. Return 1 if a claim fails, otherwise 0."""
+    """List the tables, or run one and write JSON and SVG. Return 1 if a claim fails, otherwise 0."""
     tables = load_tables()
     if name is None:
         rows_of_list = [
@@ -186,7 +186,7 @@ def make_result(
 
 
 def judge_claims(grid: Grid, columns: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[ClaimSpec, dict[str, Any]]]:
-    """Return claim and verdict by name, without claims that lack a run."""
+    """Return each claim and its verdict by claim name. Claims that lack a run are left out."""
     judged = {}
     for claim in grid.claims:
         baseline = claim.over or claim.of

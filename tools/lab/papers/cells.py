@@ -76,10 +76,10 @@ def make_cells(
                 job = grid.make_job(points, row, seed, rounds)
                 with toml.prefix_errors(f"{source}, row {name!r}"):
                     settings.parse_job(job)
-                before = [grid.pretrain, *(point.pretrain for point in points), row.pretrain]
+                pretrain = [grid.pretrain, *(point.pretrain for point in points), row.pretrain]
                 targets = [point.target for point in points if point.target is not None]
-                planned.append((column, name, job, [None, *filter(None, before)][-1], row, [None, *targets][-1]))
-    bundles = make_bundles([(job, before) for _, _, job, before, _, _ in planned], out)
+                planned.append((column, name, job, [None, *filter(None, pretrain)][-1], row, [None, *targets][-1]))
+    bundles = make_bundles([(job, pretrain) for _, _, job, pretrain, _, _ in planned], out)
     cells = []
     for (column, name, job, _, row, target), folder in zip(planned, bundles, strict=True):
         network = {key: value for key, value in job.get("model", {}).items() if key not in WEIGHT_KEYS}
@@ -124,7 +124,6 @@ def make_bundles(jobs: Sequence[tuple[Mapping[str, Any], PretrainSettings | None
 
 
 def make_pretrained_bundle(table: dict[str, Any], pretrain: PretrainSettings | None, folder: Path) -> None:
-    """Write the bundle of a job into `folder / "bundle"`, after pretraining its weights if requested."""
     folder.mkdir(parents=True, exist_ok=True)
     if pretrain is not None:
         _use_one_thread()
@@ -182,7 +181,7 @@ def _use_one_thread() -> None:
 
 
 def run_case(case: ComparisonCase, report: comparison.ReportRound) -> SeedRun:
-    """Run one case as its row requires (`play`, `alone`), and return its result."""
+    """Run a case by the row's function `play`, on single devices (`alone`), or else on the whole fleet."""
     options, job, folder = msgspec.json.decode(case.how, type=ExecutionOptions), case.settings, Path(case.folder)
     if choose_job_engine(job, methods.load(job.method)) == "torch":
         _use_one_thread()
@@ -203,7 +202,7 @@ def run_with_options(
     report: comparison.ReportRound = lambda done: None,
     **changes: Any,
 ) -> SeedRun:
-    """Run a job with the options of its grid and row. `changes` replace arguments of `single_run.run_seed`."""
+    """Run a job with options of its grid and row. `changes` replace arguments of `single_run.run_seed`."""
     arguments: dict[str, Any] = {
         "select_members": options.select_devices,
         "offline_count": options.row.away,
@@ -256,7 +255,7 @@ def find_function(name: str) -> Callable[..., Any]:
 
 
 def read_value(run: SeedRun, name: str, target: float | None = None) -> Any:
-    """Return a value of a run by name, from `figures` or else from the last evaluation, or None if it is unknown.
+    """Return a run's value by name, from `figures` or else from the last evaluation, or None if unknown.
 
     "test@3" is the value of "test" after 3 rounds. "rounds_to" is the number of rounds until "test" reaches the target,
     or None if it never does.

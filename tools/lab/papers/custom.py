@@ -46,10 +46,7 @@ PAPER_BATCH: Final = 128  # determines the memory of tasks, and so which devices
 def observe_gates(
     folder: Path, options: ExecutionOptions, simulation: Simulation, backend: WorkBackend
 ) -> dict[str, Any]:
-    """Return after the last round the sizes in bytes, the uploads in % of the shared part, and FedSDG's gates.
-
-    Before the end return {}.
-    """
+    """Return sizes in bytes, uploads in % of the shared part and FedSDG's gates, or {} before the end."""
     if not simulation.is_finished:
         return {}
     tasks = sum(len(each.devices) for each in simulation.rounds)
@@ -71,7 +68,7 @@ def observe_gates(
 def observe_submodels(
     folder: Path, options: ExecutionOptions, simulation: Simulation, backend: WorkBackend
 ) -> dict[str, Any]:
-    """Return after the last round the accuracy of the sub-model for each memory budget, and {} before."""
+    """Return the accuracy of the sub-model for each memory budget, or {} before the last round."""
     if not simulation.is_finished or simulation.job.method in WHOLE_NETWORK_METHODS:
         return {}
     state, rounds = simulation.state, simulation.completed_rounds
@@ -83,7 +80,7 @@ def observe_submodels(
 def observe_newcomers(
     folder: Path, options: ExecutionOptions, simulation: Simulation, backend: WorkBackend
 ) -> dict[str, Any]:
-    """Bring GENE-FL's new devices online for the last two rounds, and return accuracies and sizes after these.
+    """Bring GENE-FL's new devices online for the last two rounds, and return accuracies and sizes.
 
     In other rounds, and without devices that are offline at first, return {}.
     """
@@ -116,7 +113,7 @@ def _mean_accuracy(device_metrics: Iterable[Mapping[str, float]]) -> float:
 
 
 def train_from_scratch(job: JobSettings, folder: Path, options: ExecutionOptions) -> SeedRun:
-    """Train new devices from the weights in the bundle, each alone, and return their mean accuracy as "newcomers"."""
+    """Train each new device alone, from the bundle's weights, and return the mean accuracy as "newcomers"."""
     run = run_with_options(job, folder, options)
     return msgspec.structs.replace(run, marks=(), figures={"newcomers": run.marks[-1].mean})
 
@@ -263,7 +260,7 @@ def is_folded(model: nn.Module) -> bool:
 
 
 def set_statistics_from_inputs(model: nn.Module, x: torch.Tensor) -> None:
-    """Set the statistics of all batch-norm layers to those of the inputs `x`, in place, with unchanged outputs.
+    """Set all batch-norm statistics to those of the inputs `x`, in place, with unchanged outputs.
 
     Weight and bias of the layers change so that they cancel the statistics. A network with folded batch normalisation
     has mean 0 and variance 1, and would otherwise normalise in training mode.

@@ -254,7 +254,6 @@ def read_tables(file: Path) -> dict[str, GridTable]:
 
 
 def merge_tables(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return two tables merged recursively. Values of `overrides` replace those of `base`."""
     merged = dict(base)
     for key, value in overrides.items():
         base_value = merged.get(key)
@@ -265,7 +264,6 @@ def merge_tables(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
 
 
 def _resolve_likes(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table with each `like` replaced by the keys of the table that it names, at all depths."""
     resolved = {key: _resolve_likes(value) if isinstance(value, Mapping) else value for key, value in table.items()}
 
     def resolve(key: str, ancestors: tuple[str, ...] = ()) -> Any:

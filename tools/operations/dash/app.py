@@ -283,7 +283,7 @@ CHECK_S = 0.5  # between checks of deadlines
 
 
 def make_limited_protocol(connections: ConnectionLimiter) -> Callable[..., asyncio.Protocol]:
-    """Return a protocol class for uvicorn that refuses connections (503) and sets deadlines by the limiter."""
+    """Return a uvicorn protocol class that refuses connections (503) and sets deadlines by `connections`."""
 
     class LimitedProtocol(H11Protocol):
         entry: Connection | None = None

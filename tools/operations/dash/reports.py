@@ -25,7 +25,7 @@ class ReportBuilder:
         self._pages: dict[tuple[str, str], bytes] = {}
 
     async def get_page(self, run: str, state: str) -> bytes:
-        """Return the report of a run as HTML, built again if `state` is new. Raise JobError if the build fails."""
+        """Return a run's report as HTML, built again for a new `state`, or raise JobError if that fails."""
         async with self._lock:
             if (run, state) not in self._pages:
                 page = await self._make_page(run)
@@ -53,7 +53,7 @@ class ReportBuilder:
 
 
 def main(home: str, run: str) -> int:
-    """Write the page of a run to standard output, at low priority. Return 0, or 1 if the page cannot be made."""
+    """Write a run's page to standard output, at low priority. Return 0, or 1 if it cannot be made."""
     from fedquilt import extras
     from fedquilt.coordinator.storage.store import StoreReader
     from fedquilt.tools import report

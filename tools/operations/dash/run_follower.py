@@ -150,7 +150,7 @@ class RunFollower:
     def describe_current_round(
         self, wait_reason: str | None = None, devices: Mapping[str, DeviceStatus] = {}
     ) -> dict[str, Any]:
-        """Return phase, selected devices, counts and the reason to wait (or None) of the current round, from 1."""
+        """Return the current round's phase, selected devices, counts and reason to wait, if any."""
         state = self.state
         parts = self.parts.get(state.round, {})
         return {

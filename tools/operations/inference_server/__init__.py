@@ -1,4 +1,4 @@
-"""Inference server of a device ("model runner") on ONNX Runtime, which loads new models and measures drift.
+"""Inference server of a device ("model runner"), which loads new models and measures drift.
 
 POST /v1/classify   bytes of an image, WAV file, text or .npy: one result. Bytes of an .npz or CSV: one per example
 POST /v1/label      {"id": ..., "label": name or number}: true label of a result
@@ -43,7 +43,7 @@ POLL_S: Final = 0.2  # interval of checks for a new model
 def serve_model(
     location: Path, listen: str, *, anywhere: bool = False, print_line: Callable[[str], None] = print
 ) -> None:
-    """Answer requests until KeyboardInterrupt, and follow changes of the model at `location`, a folder or file.
+    """Answer requests until KeyboardInterrupt, with the newest model at `location`, a folder or file.
 
     Raise JobError if `listen` cannot be used, or is not a loopback address without `anywhere`, and ModelError if there
     is no usable model.

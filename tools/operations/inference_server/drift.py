@@ -6,11 +6,11 @@ of equal count per feature. Later examples are counted in these bins with decayi
 once the reference exists, no feature of a single example either.
 
 Drift is the largest Jensen-Shannon distance of any feature (J. Lin, IEEE Trans. Inf. Theory 37(1), 1991, base 2, so 0
-to 1). Two samples of n and m examples of the same distribution differ too: the divergence, the square of the
-distance, is (1/n + 1/m) / (8 ln 2) times a chi-squared variable of one degree less than there are bins (after I.
-Grosse et al., Phys. Rev. E 65, 041905, 2002). A distance within its one-in-a-million quantile counts as 0. The
-expected part is subtracted from a larger one. Examples that resemble their predecessor, such as camera frames, count
-as n (1 - r) / (1 + r) examples, with the correlation r of neighbours in the reference.
+to 1). Two samples of n and m examples of the same distribution differ too: the divergence, the square of the distance,
+is (1/n + 1/m) / (8 ln 2) times a chi-squared variable of one degree less than there are bins (after I. Grosse et al.,
+Phys. Rev. E 65, 041905, 2002). A distance that chance exceeds more than once in a million counts as 0. From a larger
+one the expected distance is subtracted. Examples that resemble their predecessor, such as camera frames, count as n (1
+- r) / (1 + r) examples, with the correlation r of neighbours in the reference.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ReferenceDistribution(msgspec.Struct, frozen=True, forbid_unknown_fields=T
 
 
 def compute_features(prepared: np.ndarray, scores: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
-    """Return names and values (n, features) of the features of n inputs and their class scores (n, classes)."""
+    """Return the names of features and their values (n, features), from inputs and scores (n, classes)."""
     features: dict[str, np.ndarray] = {}
     x = prepared.astype(np.float64)
     if x.ndim == 4:  # images (n, channels, height, width)
@@ -111,7 +111,7 @@ def make_reference(names: Sequence[str], values: np.ndarray, classes: np.ndarray
 
 
 def find_bin(edges: Sequence[float], value: float) -> int:
-    """Return the bin of a value: even between two edges, odd at an edge."""
+    """Return the number of a value's bin: even between two edges, odd at an edge."""
     return bisect_left(edges, value) + bisect_right(edges, value)
 
 

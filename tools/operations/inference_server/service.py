@@ -35,7 +35,7 @@ class ServedModel(NamedTuple):
 
 
 def resolve_model_file(models: Path) -> Path:
-    """Return the ONNX file at a path or of a models folder, with links resolved. Raise ModelError if it is missing."""
+    """Return the resolved path of an ONNX file or of a folder's current model, or raise ModelError."""
     if models.is_dir():
         current = models / "current"
         model_path = (current if current.is_symlink() or current.is_dir() else models) / "model.onnx"
@@ -132,7 +132,7 @@ class UnknownClassificationError(DataError): ...
 
 
 class ModelService:
-    """Classification with the current model. Thread-safe, with one request at a time."""
+    """Classification with the current model. Thread-safe: requests run one at a time."""
 
     def __init__(
         self,
@@ -158,10 +158,10 @@ class ModelService:
     # -- requests --
 
     def classify_bytes(self, data: bytes) -> dict[str, Any]:
-        """Return the classification of the example in a file's bytes.
+        """Return the classification of the example in a file's bytes. Raise DataError for unreadable bytes.
 
-        Tables and .npz files have several examples: Return the model, and all classifications under "answers", and
-        record labels in the file. Raise DataError if the bytes cannot be read.
+        Tables and .npz files have several examples. For these the result has the model, and all classifications under
+        "answers", and labels in the file are recorded.
         """
         with self._count_refusals():
             if data.startswith(ZIP):
@@ -260,11 +260,11 @@ class ModelService:
         return loaded
 
     def compute_accuracy(self) -> float | None:
-        """Return the share of the latest labelled examples with the right class, or None below MIN_LABELS labels."""
+        """Return the accuracy on the latest labelled examples, or None with fewer than MIN_LABELS labels."""
         return sum(self._correct) / len(self._correct) if len(self._correct) >= MIN_LABELS else None
 
     def make_status(self) -> dict[str, Any]:
-        """Return the model, counts, median latency, drift and accuracy. Restart drift and accuracy for a new model."""
+        """Return model, counts, median latency, drift and accuracy. A new model resets drift and accuracy."""
         with self._lock:
             loaded = self._follow_current_model()
             score = self._drift.compute_score()
@@ -299,7 +299,6 @@ class ModelService:
             self.write_status()
 
     def write_status(self) -> None:
-        """Write the status file, and the reference file if there is a new reference."""
         if self._home is None:
             return
         self._last_write = (self._clock(), self.served + self.failed)

@@ -21,7 +21,7 @@ rule_files:
 
 
 def write_monitoring_files(folder: Path, target: str) -> list[Path]:
-    """Write the files, and a Prometheus configuration that scrapes HOST:PORT `target`. Return the paths."""
+    """Write dashboard, alerts and a Prometheus configuration for the address `target`. Return the paths."""
     metrics_endpoint.parse_listen_address(target)
     with disk.disk_errors(f"write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)

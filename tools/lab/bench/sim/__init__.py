@@ -64,7 +64,7 @@ OTHERS = {
 
 
 def prepare_environment(name: str) -> tuple[Path, str]:
-    """Return a simulator's Python and version. On first use, install it with this Python's version of torch.
+    """Return a simulator's Python and version, installed on first use with this Python's torch.
 
     Raise JobError if it cannot be installed.
     """

@@ -22,7 +22,6 @@ from fedquilt.tools.simulation.simulated_job import Simulation
 
 
 def read_members(folder: Path, spec: dict[str, Any]) -> Iterator[DeviceData]:
-    """Yield the clients, each read from disk on demand."""
     files = {folder / f"{name}.npy": np.load(folder / f"{name}.npy", mmap_mode="r") for name in "xy"}
     array_locations = {path: (file.offset, file.dtype, file.shape[1:]) for path, file in files.items()}
     del files  # read, not mapped: mapped pages would count as memory of this process

@@ -29,7 +29,7 @@ class TimedFedAvg(FedAvg):  # type: ignore[misc]
         self.start_s = 0.0
 
     def configure_train(self, *args: Any, **options: Any) -> Any:
-        """Record the start of the round and, in the first round, the start-up time. Then configure it like FedAvg."""
+        """Record the start of the round and, in the first round, the start-up time, then configure the round."""
         if not self.round_starts_s:
             self.start_s = seconds_since_start()
         self.round_starts_s.append(time.perf_counter())

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def start_processes() -> int:
-    """Start the ranks like torchrun, without a parent process that loads torch. Return the largest exit code."""
+    """Start the ranks as torchrun does, but without torch in the parent. Return the largest exit code."""
     count = int(sys.argv[2])
     if count == 1:
         return subprocess.run([sys.executable, *sys.argv], env={**os.environ, "BENCH_RANK": "0"}).returncode

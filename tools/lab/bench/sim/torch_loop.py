@@ -35,7 +35,7 @@ class TrainingLoop:
 
 
 def run_worker(folder: str, start: list[torch.Tensor], total: list[torch.Tensor], pipe: Any) -> None:
-    """Train clients received from `pipe` until None arrives. Each time write their sum into `total` and send None."""
+    """Train each batch of clients from `pipe`, write the sum into `total` and send None. End at None."""
     loop = TrainingLoop(ContestantWorkload(folder))
     pipe.send(None)
     while (clients := pipe.recv()) is not None:

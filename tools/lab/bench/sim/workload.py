@@ -57,7 +57,6 @@ class ContestantWorkload:
         return model
 
     def accuracy(self, model: Any) -> float:
-        """Return the accuracy on the test set, from 0 to 1."""
         import torch
 
         x, y = (np.load(self.folder / f"test_{name}.npy") for name in "xy")
@@ -85,7 +84,6 @@ def print_result(start_s: float, rounds_s: list[float], accuracy: float, **measu
 
 
 def seconds_since_start() -> float:
-    """Return the seconds since the start time in the environment variable BENCH_BEGAN."""
     return time.time() - float(os.environ["BENCH_BEGAN"])
 
 
