@@ -46,8 +46,7 @@ from fedquilt.coordinator.updates.aggregation import (
     explain_unchanged_loss,
     total_blob_bytes,
 )
-from fedquilt.coordinator.updates.earlier_states import EarlierStates
-from fedquilt.coordinator.updates.job_blobs import CommitResult, EncodedBundles, LoadedState, ModelStates
+from fedquilt.coordinator.updates.job_blobs import CommitResult, EarlierStates, EncodedBundles, LoadedState, ModelStates
 from fedquilt.core import (
     Action,
     BlobRef,

@@ -464,10 +464,9 @@ def _apply_cohort_selected(state: JobState, event: events.CohortSelected, now_s:
             cohort=state.pending_devices,
         )
     if not state.cohort_size:
-        expected_devices = frozenset(
-            device for device, label in state.eligibility.items() if label in (ELIGIBLE, BUSY, SHARE)
-        )
-        state = replace(state, expected_devices=expected_devices)
+        expected_labels = (ELIGIBLE, BUSY, SHARE)
+        expected_devices = (device for device, label in state.eligibility.items() if label in expected_labels)
+        state = replace(state, expected_devices=frozenset(expected_devices))
     return replace(
         state,
         pending_devices=state.pending_devices | set(event.devices),

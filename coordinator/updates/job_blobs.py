@@ -18,7 +18,7 @@ from fedquilt.arrays.disk_arrays import ScratchFile
 from fedquilt.blobs.chunks import DamagedBlobError
 from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.rounds.events import RoundCommitted, UpdatesAggregated
-from fedquilt.coordinator.rounds.job_state import JobState
+from fedquilt.coordinator.rounds.job_state import JobState, TaskVersion
 from fedquilt.coordinator.settings import JobSettings, create_initial_state
 from fedquilt.core import (
     BlobRef,
@@ -28,6 +28,7 @@ from fedquilt.core import (
     JobError,
     Method,
     StoreError,
+    TaskSpec,
     Tensors,
     Update,
     UpdateError,
@@ -342,3 +343,35 @@ class ModelStates:
     def _create_initial_state(self) -> Any:
         with convert_bundle_read_errors(self._run, self._folder):
             return create_initial_state(self._job, self._bundle, self._method)
+
+
+class EarlierStates:
+    """States of earlier rounds on which devices still work, in buffered mode. The latest one stays in memory."""
+
+    def __init__(self, method: Method, model_states: ModelStates) -> None:
+        self._method, self._model_states = method, model_states
+        self._latest: tuple[BlobRef | None, Any] = (None, None)
+
+    def make_task_spec(self, version: TaskVersion, view: DeviceView) -> TaskSpec | None:
+        return self._method.send(self._load_state(version), view)
+
+    def rebase_update(self, update: DeviceUpdate, state: Any, job_state: JobState) -> DeviceUpdate:
+        """Return an update of an earlier state as one of the present state, or any other update unchanged.
+
+        Raises:
+            UpdateError: If the update is invalid in its own state.
+        """
+        version, rebase = job_state.earlier_versions.get(update.device), self._method.aggregation.rebase
+        if version is None or rebase is None:
+            return update
+        earlier_state = self._load_state(version)
+        self._method.aggregation.require_valid_update(earlier_state, update)
+        weight = job_state.constants.cohort.staleness.weight(job_state.round - version.round)
+        return rebase(state, earlier_state, update, weight)
+
+    def _load_state(self, version: TaskVersion) -> Any:
+        assert version.state is not None
+        if self._latest[0] != version.state:
+            state = self._model_states.load_state(version.state, version.round, can_recreate=not version.round)
+            self._latest = version.state, state
+        return self._latest[1]

@@ -425,9 +425,7 @@ CHECKS: Final[tuple[Callable[[str], None], ...]] = (
 
 
 def run_checks(name: str) -> Iterator[tuple[str, str, str]]:
-    """Run all checks on a method, and yield the title, status and reason of each.
-
-    The status is "passed", "skipped" or "failed".
+    """Yield each check's title, its status ("passed", "skipped" or "failed") and the reason.
 
     Raises:
         JobError: If the method does not exist or cannot be imported.

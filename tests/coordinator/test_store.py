@@ -378,7 +378,7 @@ def test_who_may_only_read_a_home_sees_its_runs(home: Path, user: User, state: s
             (["serve"], "(no permission to write)"),
         ):
             code, _, error = user.does(command, *words, "--home", str(lent))
-            assert (code, f"{says}; change the owner or the rights" in error) == (6, True), error
+            assert (code, f"{says}; change the owner or the permissions" in error) == (6, True), error
     finally:
         lent.chmod(0o755)
 
