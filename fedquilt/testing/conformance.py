@@ -425,7 +425,7 @@ CHECKS: Final[tuple[Callable[[str], None], ...]] = (
 
 
 def run_checks(name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield each check's title, its status ("passed", "skipped" or "failed") and the reason.
+    """Yield (title, status, reason) of each check. The status is "passed", "skipped" or "failed".
 
     Raises:
         JobError: If the method does not exist or cannot be imported.
