@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 CONNECT_S: Final = 3.0  # wait for the broker; without one the coordinator starts, and connects later
 ANSWER_S: Final = 3.0  # wait for the answer of a coordinator that the broker calls online
 REPLY_INTERVAL_S: Final = 1.0
-START_S: Final = 5.0  # time after the first state in which one of two coordinators that started together ends
+START_S: Final = 5.0  # time after the first published state in which one of two coordinators that started together ends
 MAX_HOME_CHARACTERS: Final = 200  # of `ShortText`
 
 
@@ -48,6 +48,7 @@ class SoleCoordinatorLink(LinkWrapper):
         super().__init__(link)
         self._fleet, self._home, self._clock = fleet, describe_home(home), clock
         self._topic = wire.Topics(fleet).coord
+        self._question = wire.encode(wire.CoordState(online=False, home=self._home))
         self._state: bytes | None = None  # retained state, once published
         self._started_s = math.inf  # time of the first state
         self._replied_s, self._is_reply_due = -math.inf, False
@@ -67,13 +68,12 @@ class SoleCoordinatorLink(LinkWrapper):
             self._link.wait(remaining_s)
         if not self._link.connected:
             return
-        question = wire.encode(wire.CoordState(online=False, home=self._home))
-        self._link.publish(self._topic, question)
+        self._link.publish(self._topic, self._question)
         other_home, deadline_s = "", self._clock() + ANSWER_S
         while (remaining_s := deadline_s - self._clock()) > 0:
             self._link.wait(remaining_s)
             for message in self._link.receive():
-                if message.payload == question and not other_home:
+                if message.payload == self._question and not other_home:
                     return  # its own question, which the broker sends after the retained state
                 if (state := self._decode_other_state(message)) is None or not state.online:
                     continue
@@ -87,7 +87,8 @@ class SoleCoordinatorLink(LinkWrapper):
         if topic == self._topic:
             state = wire.decode(payload, wire.CoordState)
             self._state = payload = wire.encode(msgspec.structs.replace(state, home=self._home))
-            self._started_s = min(self._started_s, self._clock())
+            if self._link.connected:
+                self._started_s = min(self._started_s, self._clock())
         self._link.publish(topic, payload, retain=retain, reliable=reliable)
 
     def receive(self) -> list[Message]:
@@ -98,16 +99,18 @@ class SoleCoordinatorLink(LinkWrapper):
         """
         messages = self._link.receive()
         for message in messages:
-            if message.topic == self._topic and not message.retained:
+            if message.topic == self._topic:
                 self._handle_other_state(message)
         self._reply_if_due()
         return [message for message in messages if message.topic != self._topic]
 
     def _handle_other_state(self, message: Message) -> None:
         state = self._decode_other_state(message)
-        if state is None:
+        if state is None or (message.retained and not state.online):
             return
-        if not state.online:
+        if message.retained:  # the broker was unreachable before, and the state may be that of a killed coordinator
+            self._link.publish(self._topic, self._question)
+        elif not state.online:
             self._is_reply_due = self._state is not None
         elif state.home < self._home and self._clock() < self._started_s + START_S:
             raise self._other_coordinator_error(state)

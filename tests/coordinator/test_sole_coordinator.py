@@ -103,6 +103,24 @@ def test_of_two_that_start_together_the_one_with_the_later_home_ends(broker):
         links["b"].receive()
 
 
+def test_of_two_without_a_broker_at_their_start_one_ends_once_there_is_one(broker):
+    """The later one finds the retained state of the other, and asks whether that one still runs."""
+    first = SoleCoordinatorLink(broker.connect(WILL), "fleet", Path("a"), lambda: broker.now_s)
+    first.publish(TOPIC, wire.encode(wire.CoordState(online=True, epoch=1)), retain=True)
+    deliver(broker)
+    second = SoleCoordinatorLink(broker.connect(WILL), "fleet", Path("b"), lambda: broker.now_s)
+    second.publish(TOPIC, wire.encode(wire.CoordState(online=True, epoch=1)), retain=True)
+
+    def play() -> None:
+        for _ in range(20):
+            deliver(broker)
+            first.receive()
+            second.receive()
+
+    with pytest.raises(JobError, match="/a: stop it"):
+        play()
+
+
 def test_one_that_went_offline_is_no_other(broker):
     first = start(broker, "/a")
     first.publish(TOPIC, wire.encode(wire.CoordState(online=False, epoch=3)), retain=True)
