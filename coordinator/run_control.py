@@ -7,6 +7,7 @@ one before.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -130,7 +131,7 @@ def start_triggered_runs(
         try:
             last_start = last_start_time(store, row.id)
         except JobError as error:
-            log.warning("%s: the trigger is ignored because its last start is unknown: %s", row.id, error)
+            _warn_of_unknown_start(row.id, str(error))
             continue
         reason = trigger_reason(row.job, select_reports(row.job, online_reports(fleet)), now, last_start)
         if reason:
@@ -138,6 +139,12 @@ def start_triggered_runs(
             log.warning("%s starts, by %s", id, reason, extra=log_ids(run=id))
             started.append(store.find_job(id))
     return started
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_of_unknown_start(id: str, problem: str) -> None:
+    """Log that an armed run does not start, once, because triggers are checked every second."""
+    log.warning("%s: the trigger is ignored because its last start is unknown: %s", id, problem)
 
 
 def _format_report(report: RunnerReport) -> str:

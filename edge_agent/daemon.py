@@ -61,7 +61,8 @@ def run_agent(settings: AgentSettings) -> None:
     memory_limit, home = memory_budget.MemoryLimit(), Path(settings.home).absolute()
     worker = ChildWorker(settings.warm_s, sandbox.task_command(home / "task"), memory_limit, home / "task")
     check_home = home / sandbox.CHECK
-    data_check.warn_of_unreadable_data(settings, check_home)
+    budget_bytes = settings.task_budget_bytes(board.memory_bytes)
+    data_check.warn_of_unreadable_data(settings, check_home, memory_limit, budget_bytes)
     check_worker = ChildWorker(0.0, sandbox.task_command(check_home, sandbox.CHECK_PROGRAM), memory_limit, check_home)
     signals: list[int] = []
     settings_releases = SettingsKind(

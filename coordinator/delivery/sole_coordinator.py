@@ -2,7 +2,8 @@
 
 A coordinator that starts publishes a question in coord/state, and a running coordinator of the fleet replies with its
 state. Replies of the same home do not count, and a killed coordinator does not reply. So restarts and take-overs are
-never refused.
+never refused. A running one also answers an offline state, such as the last will of a coordinator that
+was killed, so that the retained state stays that of a running one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 CONNECT_S: Final = 3.0  # wait for the broker; without one the coordinator starts, and connects later
 ANSWER_S: Final = 3.0  # wait for the answer of a coordinator that the broker calls online
 REPLY_INTERVAL_S: Final = 1.0
+START_S: Final = 5.0  # time after the first published state in which one of two coordinators that started together ends
 MAX_HOME_CHARACTERS: Final = 200  # of `ShortText`
 
 
@@ -46,8 +48,10 @@ class SoleCoordinatorLink(LinkWrapper):
         super().__init__(link)
         self._fleet, self._home, self._clock = fleet, describe_home(home), clock
         self._topic = wire.Topics(fleet).coord
+        self._question = wire.encode(wire.CoordState(online=False, home=self._home))
         self._state: bytes | None = None  # retained state, once published
-        self._replied_s = -math.inf
+        self._started_s = math.inf  # time of the first state
+        self._replied_s, self._is_reply_due = -math.inf, False
         link.subscribe([self._topic])
 
     def require_sole_coordinator(self) -> None:
@@ -56,21 +60,17 @@ class SoleCoordinatorLink(LinkWrapper):
             self._link.wait(remaining_s)
         if not self._link.connected:
             return
-        question = wire.encode(wire.CoordState(online=False, home=self._home))
-        self._link.publish(self._topic, question)
+        self._link.publish(self._topic, self._question)
         other_home, deadline_s = "", self._clock() + ANSWER_S
         while (remaining_s := deadline_s - self._clock()) > 0:
             self._link.wait(remaining_s)
             for message in self._link.receive():
-                if message.payload == question and not other_home:
+                if message.payload == self._question and not other_home:
                     return  # its own question, which the broker sends after the retained state
                 if (state := self._decode_other_state(message)) is None or not state.online:
                     continue
                 if not message.retained:
-                    raise JobError(
-                        f"fleet {self._fleet!r} has a coordinator already, {state.home}: stop it, or give another "
-                        "--fleet or --broker"
-                    )
+                    raise self._other_coordinator_error(state)
                 other_home = state.home
         if other_home:
             log.warning("the coordinator %s of fleet %s does not answer: taking over", other_home, self._fleet)
@@ -79,29 +79,52 @@ class SoleCoordinatorLink(LinkWrapper):
         if topic == self._topic:
             state = wire.decode(payload, wire.CoordState)
             self._state = payload = wire.encode(msgspec.structs.replace(state, home=self._home))
+            if self._link.connected:
+                self._started_s = min(self._started_s, self._clock())
         self._link.publish(topic, payload, retain=retain, reliable=reliable)
 
     def receive(self) -> list[Message]:
+        """Return the messages of devices.
+
+        Raises:
+            JobError: If another coordinator has started at the same time, and its home is the first of the two.
+        """
         messages = self._link.receive()
         for message in messages:
-            if message.topic == self._topic and not message.retained:
-                self._answer(message)
+            if message.topic == self._topic:
+                self._handle_other_state(message)
+        self._reply_if_due()
         return [message for message in messages if message.topic != self._topic]
 
-    def _answer(self, message: Message) -> None:
+    def _handle_other_state(self, message: Message) -> None:
         state = self._decode_other_state(message)
-        if state is None or self._state is None or self._clock() < self._replied_s + REPLY_INTERVAL_S:
+        if state is None or (message.retained and not state.online):
             return
-        if not state.epoch:
-            self._replied_s = self._clock()
-            self._link.publish(self._topic, self._state, retain=True)
-        elif state.online:
+        if message.retained:  # the broker was unreachable before, and the state may be that of a killed coordinator
+            self._link.publish(self._topic, self._question)
+        elif not state.online:
+            self._is_reply_due = self._state is not None
+        elif state.home < self._home and self._clock() < self._started_s + START_S:
+            raise self._other_coordinator_error(state)
+        elif self._clock() >= self._replied_s + REPLY_INTERVAL_S:
             self._replied_s = self._clock()
             log.warning("fleet %s has another coordinator, %s: stop one of the two", self._fleet, state.home)
+
+    def _reply_if_due(self) -> None:
+        if self._is_reply_due and self._state is not None and self._clock() >= self._replied_s + REPLY_INTERVAL_S:
+            self._replied_s, self._is_reply_due = self._clock(), False
+            self._link.publish(self._topic, self._state, retain=True)
+
+    def _other_coordinator_error(self, state: wire.CoordState) -> JobError:
+        return JobError(
+            f"fleet {self._fleet!r} has a coordinator already, {state.home}: stop it, or give another --fleet or "
+            "--broker"
+        )
 
     def _decode_other_state(self, message: Message) -> wire.CoordState | None:
         try:
             state = wire.decode(message.payload, wire.CoordState)
         except WireError:
             return None
-        return state if state.home not in ("", self._home) else None
+        is_known = bool(state.home) or not state.online  # a last will names no home
+        return state if is_known and state.home != self._home else None

@@ -91,9 +91,18 @@ def count_labels(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
     return train, held_out
 
 
+def require_nonempty_share(reader: ExampleReader, spec: DataSpec) -> None:
+    """Raise DataError if this device's share is empty."""
+    _require_nonempty_shares(reader, spec, [spec.share])
+
+
 def require_nonempty_shares(reader: ExampleReader, spec: DataSpec) -> None:
+    _require_nonempty_shares(reader, spec, range(spec.shares))
+
+
+def _require_nonempty_shares(reader: ExampleReader, spec: DataSpec, shares: Sequence[int]) -> None:
     rows = _select_rows(reader, spec)
-    _require_nonempty(_split_share_rows(reader, rows, spec, range(spec.shares)), len(rows), spec, range(spec.shares))
+    _require_nonempty(_split_share_rows(reader, rows, spec, shares), len(rows), spec, shares)
 
 
 def open_split(spec: DataSpec) -> ExampleReader:

@@ -157,11 +157,16 @@ def compute_prototypes(task: core.Task, site: core.ClientContext, network: core.
 
 
 def load_own_network(site: core.ClientContext) -> core.Tensors:
-    """Return the device's network, or the initial network of its tier before the first training."""
+    """Return the device's network, or its initial network of its tier before the first training in this tier."""
     first = site.load("own")
-    if site.private_state:
-        tensors.require_matching(site.private_state, first)
-    return site.private_state or first
+    shapes, own_shapes = (
+        {name: array.shape for name, array in tensors.tensor_shapes(network).items()}
+        for network in (first, site.private_state)
+    )
+    if own_shapes != shapes:  # the device has no network yet, or that of another tier, because its budget has changed
+        return first
+    tensors.require_finite(site.private_state)
+    return site.private_state
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:

@@ -181,7 +181,7 @@ def test_an_armed_job_is_stopped_and_armed_again(stage):
     assert len(others(stage)) == 1
 
 
-def test_a_damaged_log_of_an_armed_job_starts_nothing_and_stops_nobody(stage):
+def test_a_damaged_log_of_an_armed_job_starts_nothing_and_stops_nobody(stage, caplog):
     a = stage.hand("a")
     tells(stage, a, 0.9)
     stage.play()
@@ -192,6 +192,7 @@ def test_a_damaged_log_of_an_armed_job_starts_nothing_and_stops_nobody(stage):
     stage.play(5.0)
     assert len(others(stage)) == 1
     assert stage.store.stored_status(started.id) == "done"
+    assert caplog.text.count("the trigger is ignored") == 1  # triggers are checked every second
 
 
 def test_ls_says_what_an_armed_job_waits_for(stage):

@@ -9,9 +9,19 @@ import pytest
 
 from fedquilt import methods
 from fedquilt.coordinator import settings
-from fedquilt.core import Bundle, ClientContext, ClientResult, DeviceUpdate, DeviceView, JobError, ModelError, Task
-from fedquilt.methods import fedproto, fedtgp
-from fedquilt.testing.toy_networks import device_profile, make_torch_engine, point_devices, run_method
+from fedquilt.core import (
+    Bundle,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
+    DeviceView,
+    JobError,
+    ModelError,
+    Task,
+    Tensors,
+)
+from fedquilt.methods import _prototypes, fedproto, fedtgp
+from fedquilt.testing.toy_networks import deliver_task, device_profile, make_torch_engine, point_devices, run_method
 from fedquilt.tools.artefacts import prepare
 
 pytest.importorskip("torch")
@@ -66,6 +76,24 @@ def test_a_task_has_the_cost_of_its_tier(tier: str, budget: str, found: str, tmp
     unknown = fedproto.METHOD.send(state, DeviceView("a", None))
     assert unknown is not None
     assert unknown.bundles["own"] is state.networks[""].model
+
+
+def test_a_device_whose_budget_moves_to_another_tier_starts_with_its_network(tmp_path: Path) -> None:
+    method, member = fedproto.METHOD, point_devices()[0]
+    state = method.init(tiered(tmp_path), fedproto.Params(batch=8), 0)
+
+    def deliver(budget_gb: int, private_state: Tensors) -> tuple[Task, ClientContext]:
+        task_spec = method.send(state, DeviceView("a", device_profile(budget_gb * 10**9)))
+        task, site = deliver_task(method, task_spec, member, make_torch_engine())
+        return task, replace(site, private_state=private_state)
+
+    trained = method.work(*deliver(1, {})).private_state
+    kept = _prototypes.load_own_network(deliver(1, trained)[1])
+    moved = _prototypes.load_own_network(deliver(4, trained)[1])
+    assert kept is trained
+    assert {name: array.tolist() for name, array in moved.items()} == {
+        name: array.tolist() for name, array in state.networks["2GB"].model.items()
+    }
 
 
 @pytest.mark.parametrize(

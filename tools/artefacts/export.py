@@ -100,6 +100,8 @@ def export_result(store: Store, run: str, out: Path, *, best: bool = False, cand
         raise StoreError(f"cannot write {out}: {error.strerror}") from None
     if best:
         label = f"{label}, after {_find_states(store, row)[2]} rounds, the best that devices evaluated"
+    if artefact.tensors and artefact.tensors.keys() <= set(artefact.meta.get("private", ())):
+        label = f"{label}, untrained: {row.job.method} leaves the trained networks on devices"
     return f"{out}: {units.format_bytes(len(payload))}, {label}{_describe_unfinished(store, row)}"
 
 

@@ -97,6 +97,14 @@ def test_a_fleet_on_virtual_time_trains_and_reports_what_its_boards_would_take(t
     assert tensors.read_tensors(tmp_path / "weights.safetensors").keys() == {"1.weight", "1.bias", "3.weight", "3.bias"}
 
 
+def test_an_export_says_that_the_trained_networks_stay_on_devices(tmp_path: Path) -> None:
+    given = plan(tmp_path, method="local")
+    run, _ = fleet.run_fleet_virtually(given)
+    with Store(given.home) as store:
+        described = export.export_result(store, run, tmp_path / "weights.safetensors")
+    assert "untrained: local leaves the trained networks on devices" in described
+
+
 def test_processes_on_a_real_broker_end_with_the_same_bits_as_virtual_time(tmp_path: Path) -> None:
     virtual, real = plan(tmp_path / "virtual"), plan(tmp_path / "real")
     one, _ = fleet.run_fleet_virtually(virtual)
