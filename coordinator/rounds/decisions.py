@@ -231,7 +231,7 @@ def updates_to_close(
 
 
 def quorum(state: JobState, wanted_updates: int) -> int:
-    """Return how many updates are enough at the deadline. Evaluation rounds use the normal cohort size."""
+    """Return how many updates suffice at the deadline. An evaluation needs a cohort, not all devices."""
     if state.is_evaluation_round:
         wanted_updates = min(wanted_updates, state.constants.cohort.size or wanted_updates)
     return max(minimum_updates(state), math.ceil(wanted_updates * state.constants.cohort.quorum))
@@ -304,7 +304,7 @@ def _devices_with_outdated_tasks(state: JobState) -> tuple[str, ...]:
 def _missing_device_count(
     state: JobState, wanted_updates: int, online_devices: DeviceSet, working_devices: AbstractSet[str]
 ) -> int:
-    """Return how many devices to select: for the missing updates or, in buffered mode, for the free places."""
+    """Return how many devices to select to reach the wanted updates or, if buffered, the concurrency."""
     cohort = state.constants.cohort
     if state.is_buffered:
         count = cohort.concurrency or len(online_devices)
@@ -314,7 +314,7 @@ def _missing_device_count(
 
 
 def _select_devices(state: JobState, free_devices: DeviceSet, max_devices: float) -> tuple[str, ...]:
-    """Select up to `max_devices` free devices, with those silent in earlier attempts last."""
+    """Select up to `max_devices` free devices. Devices silent in earlier attempts come last."""
     max_count = int(min(max_devices, len(free_devices)))
     if silent_devices := [device for device in state.silent_devices if device in free_devices]:
         responsive_devices = _select_devices(

@@ -92,8 +92,8 @@ def add_evaluation(
 ) -> BestEvaluation | None:
     """Return the best evaluation after an evaluation of `state` with the result `sums`.
 
-    An evaluation without a main metric changes nothing. A gain below `min_gain` makes the evaluation the best, but
-    counts as none for `without_gain`.
+    An evaluation without a main metric changes nothing. A gain below `min_gain` updates the best value, but
+    `without_gain` still counts the evaluation.
     """
     if (main := metrics.main_metric(sums)) is None or state is None:
         return best
@@ -270,7 +270,7 @@ class JobState(msgspec.Struct, frozen=True):
         return (self.parent_order and self.parent_order.deadline_s) or self.constants.cohort.deadline_s
 
     def task_deadline_s(self, device: str) -> float:
-        """Return the time at which a device's task is late: with its attempt, or in buffered mode on its own."""
+        """Return when a device's task is late: at the attempt's deadline or, if buffered, at its own."""
         started_s = self.selected_s.get(device, self.opened_s) if self.is_buffered else self.opened_s
         return started_s + self.deadline_s
 

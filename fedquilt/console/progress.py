@@ -196,7 +196,7 @@ LINE: Final = ProgressLine()
 
 
 def count_parts(total: int) -> Callable[[str], None]:
-    """Return a function to call with the name of each of `total` parts when the part begins."""
+    """Return a function that shows progress through `total` parts. Call it with each part's name."""
     counter = itertools.count()
     return lambda name: LINE.set_part(name, next(counter), total)
 
