@@ -318,7 +318,7 @@ def require_supported_task(method_name: str, method: Method, network: Mapping[st
 
 
 def _unify_task_and_classes(job: JobSettings) -> JobSettings:
-    """Return the job with [model] outputs as `classes`, and the same task in [model] and [data]."""
+    """Return the job with [model] outputs renamed to `classes`, and one task in [model] and [data]."""
     model, data = job.model, job.data
     if "outputs" in model:
         if "classes" in model:

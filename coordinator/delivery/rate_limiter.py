@@ -171,7 +171,7 @@ class RateLimitedLink(LinkWrapper):
                 self._subscribe_to_all()
 
     def _block_device(self, device: str) -> None:
-        """Drop a device's messages for BLOCK_S. Unless the fleet is too large, unsubscribe from the device."""
+        """Drop a device's messages for BLOCK_S, and unsubscribe unless the fleet has too many devices."""
         self._newly_blocked.append(device)
         self._blocked_until_s[device] = self.now_s + BLOCK_S
         if self._subscribes_per_device:

@@ -139,8 +139,8 @@ def select_jobs(
 def devices_to_yield(job: str, usages: Mapping[str, JobUsage]) -> set[str]:
     """Return the devices that a job must leave to working jobs with less device time.
 
-    A job leaves its devices to the whole cohort of each job that is behind by more than the duration of one round of
-    `job`. Otherwise a job with short tasks would take the devices back after each round of the other job.
+    If a job is behind by more than the duration of one round of `job`, its whole cohort is left to it. Otherwise a job
+    with short tasks would take the devices back after each round of the other job.
     """
     own_usage = usages[job]
     other_cohorts = (

@@ -105,7 +105,7 @@ class SilenceDetector:
         return silent
 
     def expect_contact(self, device: str) -> None:
-        """Expect a message of a device that is online according to a retained message only.
+        """Expect a message of a device whose only sign of presence is a retained message.
 
         The coordinator must have announced itself just before, because every device answers an announcement.
         """

@@ -380,7 +380,7 @@ class RunningJob:
         """Return a function with which a worker folds the next accepted update.
 
         The function returns an event if it has stored the partial aggregate. This happens once the updates added since
-        the last time have `stored_at` times the bytes of the aggregate.
+        the last time have at least `stored_at` times the bytes of the aggregate.
         """
         return partial(self.aggregator.fold_next, self.job_state, stored_at)
 

@@ -125,7 +125,7 @@ def select_expired_runs(store: Store, now: float, keep: int | None, older_s: flo
 
 
 def exclusive_bytes(store: Store) -> dict[str, int]:
-    """Return the bytes of each run on disk: its log and files, and the blobs that no other run uses."""
+    """Return the bytes of each run on disk: its log, files and blobs, without shared blobs."""
     logs = store.read_logs()
     reference_counts = Counter(sha256 for log in logs.values() for sha256 in log.needed_blobs)
     bytes_by_run = {}
@@ -139,7 +139,7 @@ def exclusive_bytes(store: Store) -> dict[str, int]:
 
 
 def remove_expired_runs(store: Store, retention: RetentionSettings, now: float) -> list[str]:
-    """Remove ended runs that the settings do not protect, without their blobs, and return their ids."""
+    """Remove ended runs that the settings do not protect, but not their blobs. Return the runs' ids."""
     if retention.keep is None and retention.older_than_s is None:
         return []
     ids = select_expired_runs(store, now, retention.keep, retention.older_than_s)

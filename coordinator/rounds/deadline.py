@@ -118,7 +118,7 @@ def add_update_duration(
     took_s: float | None,
     expected_s: float | None,
 ) -> DurationsByDevice:
-    """Return the durations with that of an accepted update, or unchanged if `took_s` is None."""
+    """Return the durations with the update's duration added, or unchanged if `took_s` is None."""
     if took_s is None:
         return durations
     usage, amount = update.usage, work.get(update.device, 1.0)

@@ -217,7 +217,7 @@ def is_round_idle(
 def updates_to_close(
     state: JobState, online_devices: Collection[str], unreachable_devices: AbstractSet[str] = frozenset()
 ) -> int:
-    """Return how many updates close the round at once: the cohort size, or else one per counted device.
+    """Return how many updates close the round at once: the cohort size or, if 0, one per counted device.
 
     Devices count if they are online, selected or expected in this attempt, and have not declined or become unreachable.
     The result is at least `minimum_updates`. The round waits until its deadline for devices leased to other jobs.

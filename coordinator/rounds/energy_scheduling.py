@@ -169,7 +169,7 @@ class _EnergyProblem:
         return self._distributions[index]
 
     def _distribute_work(self, limit_s: float) -> tuple[float, tuple[int, ...]] | None:
-        """Return the joules above idle and the epochs of each device, or None if the limit is too short."""
+        """Return the joules above idle and each device's epochs, or None if the work needs more time."""
         options = [
             [_EpochOption(examples * epochs, joules, epochs) for epochs, joules in _feasible_options(table, limit_s)]
             for examples, table in self._tables

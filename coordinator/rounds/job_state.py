@@ -434,7 +434,7 @@ def _apply_allowed_event(state: JobState, event: events.AnyEvent, now_s: float) 
 
 
 def _end_tasks_without_update(state: JobState, devices: frozenset[str]) -> JobState:
-    """Return the state without the open tasks of these devices, which are selected last from now on."""
+    """Return the state after these devices' tasks end without update. They are now selected last."""
     silent_devices = [device for device in state.silent_devices if device not in devices]
     return replace(
         state,

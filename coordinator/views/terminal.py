@@ -221,7 +221,7 @@ class Console:
     def report_waits(
         self, server: Server, status_of: Callable[[str], DeviceStatus | None] = lambda device: None
     ) -> None:
-        """Print the due waits of active jobs, and refresh the status block, at most once per WAIT_CHECK_S."""
+        """Print what active jobs wait for, at most once per WAIT_CHECK_S, and refresh the status block."""
         now_s, now = self._clock(), time.time()
         if now_s < self._last_wait_check_s + WAIT_CHECK_S:
             return self.refresh()

@@ -103,7 +103,7 @@ class ProgressLine:
                 print(f"{headline}:{remaining}" if remaining else headline, file=self._out, flush=True)
 
     def set_part(self, name: str, done: float, total: float) -> None:
-        """Set the current part for `show_progress`: its name, and numbers of completed and of all parts."""
+        """Set the part that `show_progress` names, and how many of all parts are completed."""
         self._part = (name, done, total)
 
     def show_elapsed(self, operation: str, started_s: float) -> None:
