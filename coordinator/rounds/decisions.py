@@ -87,9 +87,10 @@ def to_process_clock(state: JobState, now_s: float, uses_wall_clock: bool) -> Jo
 def restart_event(state: JobState, now_s: float) -> AttemptResumed | None:
     """Return the event of a coordinator restart, or None if no attempt is running.
 
-    The wall-clock time since the previous restart counts as elapsed. If that time is negative or exceeds the attempt's
-    deadline, a hundredth of the deadline counts instead. At least a tenth of the deadline remains at the first restart,
-    a twentieth at the second, and so on, so that an attempt ends even if coordinators are killed repeatedly.
+    The wall-clock time since the previous restart counts as elapsed. If that time is negative or exceeds the deadline,
+    the clock was set, and a hundredth of the deadline counts instead. At least a tenth of the deadline remains at the
+    first restart, a twentieth at the second, and so on, so that an attempt ends even if coordinators are killed
+    repeatedly.
     """
     if state.phase != "open":
         return None
@@ -175,7 +176,7 @@ def _attempt_end_s(state: JobState) -> float:
 
 
 def delay_attempt(state: JobState, lost_s: float) -> JobState:
-    """Return the state with the start of the attempt `lost_s` later. With infinity the attempt never ends."""
+    """Return the state with the attempt's start `lost_s` later. With infinity the attempt never ends."""
     if not lost_s:
         return state
     selected_s = {device: time_s + lost_s for device, time_s in state.selected_s.items()}

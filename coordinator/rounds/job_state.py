@@ -225,7 +225,7 @@ class JobState(msgspec.Struct, frozen=True):
         return self.constants.cohort.mode == "buffered"
 
     def task_version(self, device: str) -> TaskVersion:
-        """Return the version of a device's task: that of the running attempt, or an earlier one in buffered mode."""
+        """Return the round, attempt and state of a device's task, which may be earlier in buffered mode."""
         return self.earlier_versions.get(device) or TaskVersion(self.round, self.attempt, self.state)
 
     def staleness(self, update: Update) -> int:
