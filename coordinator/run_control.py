@@ -97,7 +97,7 @@ def minimum_devices_to_fire(trigger: DriftTrigger, count: int) -> int:
 def describe_trigger_wait(
     job: JobSettings, reports: Sequence[RunnerReport], now: float, last_start: float | None
 ) -> str:
-    """Return what an armed run waits for (limits, or the end of the pause), to follow "waits for"."""
+    """Return text to follow "waits for": the limits of an armed run, or the end of its pause."""
     trigger = job.trigger
     assert trigger is not None
     if last_start is not None and abs(now - last_start) < trigger.pause_s:
@@ -116,9 +116,9 @@ def last_start_time(store: Store, run: str) -> float | None:
 def start_triggered_runs(
     store: Store, rows: Sequence[StoredJob], fleet: Mapping[str, DeviceSnapshot], now: float
 ) -> list[StoredJob]:
-    """Start a run for every trigger that fires. Return all new runs, with or without approval.
+    """Start a run for each trigger that fires. Return these runs, even those that await approval.
 
-    An armed run starts no second run before the first has ended.
+    A trigger does not fire while its earlier run has not ended.
     """
     started = []
     for row in rows:
@@ -173,7 +173,7 @@ def stop_run(store: Store, run: str) -> str:
 
 
 def resume_run(store: Store, run: str) -> StoredJob:
-    """Mark a run for its coordinator to resume, or as armed if it has a trigger. Return its earlier row.
+    """Set a run to "running", or to armed if it has a trigger. Return the row from before the change.
 
     Raise JobError for a completed run and for the run of a simulation.
     """

@@ -421,7 +421,7 @@ class Server:
                     raise AssertionError(action)
 
     def _schedule_jobs(self, now_s: float) -> None:
-        """Apply requested stops, start triggered and selected jobs, and preempt idle ones, if a poll is due."""
+        """If a poll is due, stop jobs by request, start triggered jobs, and start or preempt jobs as selected."""
         if now_s < self._last_poll_s + self._poll_interval_s:
             return
         self._last_poll_s = now_s

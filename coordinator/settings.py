@@ -137,7 +137,7 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     links: TextSequence = ()  # link of each device in virtual time, such as "2MB/s 50ms", or () for instant transfers
 
     def device_link(self, index: int) -> LinkCost:
-        """Return the link of a simulated device, or raise JobError. Without [fleet] links it is unlimited."""
+        """Return the link of a simulated device, unlimited by default. Raise JobError if it is invalid."""
         if not self.links:
             return LinkCost()
         try:
@@ -318,7 +318,7 @@ def require_supported_task(method_name: str, method: Method, network: Mapping[st
 
 
 def _unify_task_and_classes(job: JobSettings) -> JobSettings:
-    """Return the job with [model] outputs as `classes`, and the same task in [model] and [data]."""
+    """Return the job with [model] outputs renamed to `classes`, and one task in [model] and [data]."""
     model, data = job.model, job.data
     if "outputs" in model:
         if "classes" in model:
@@ -397,7 +397,7 @@ def list_engines(job: JobSettings, method: Method) -> tuple[str, ...]:
 
 
 def complete_table(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a job's table with absolute paths, and with [data] settings measured on the data."""
+    """Return a job's table with absolute paths, and with the [data] settings that depend on the data."""
     result = make_paths_absolute(table, folder)
     if isinstance(data := result.get("data"), dict):
         result["data"] = reading_settings.complete_data_table(data)

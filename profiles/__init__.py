@@ -72,7 +72,7 @@ class BoardClocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     emc_hz: ClockSteps | None = None  # memory controller
 
     def frequencies_by_axis(self) -> dict[str, tuple[float, ...]]:
-        """Return the clocks in hertz, rising, by axis. Axes without a clock are left out."""
+        """Return the frequencies of each axis in hertz, ascending. Axes without a clock are left out."""
         return {axis: getattr(self, axis).values for axis in laws.AXES if getattr(self, axis) is not None}
 
 
@@ -211,7 +211,7 @@ class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max((self.sources[value.source].provenance for value in known_values), key=FROM_SUREST.index)
 
     def operating_points(self) -> tuple[OperatingPoint, ...]:
-        """Return the named modes, completed by the model, then its grid. There are at most MAX_POINTS."""
+        """Return up to MAX_POINTS points: the named modes, then the grid, with missing numbers modelled."""
         listed_points = [
             self._make_completed_point(point.name, {key: _value_or_none(getattr(point, key)) for key in NUMBERS})
             for point in self.points

@@ -28,7 +28,7 @@ Clocks = Mapping[str, float | None]  # axis -> hertz
 
 @dataclass(frozen=True)
 class InverseTimeLaw:
-    """Time that falls with the clocks: fixed_s + cycles / f per axis, in seconds per unit."""
+    """Time of one unit of work: `fixed_s`, plus the cycles of each axis divided by its clock frequency."""
 
     fixed_s: float = 0.0
     cycles: Mapping[str, float] = field(default_factory=dict)  # axis -> clock cycles

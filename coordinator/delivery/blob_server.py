@@ -103,8 +103,8 @@ class BlobServer:
     def issue_token(self, device: str, ref: BlobRef, writer: BlobWriter | None = None) -> str:
         """Return a token with which a device may fetch a blob, or upload the blob into `writer`.
 
-        A known fetch token is returned again, and may fetch the whole blob again. An earlier upload token is revoked.
-        Above MAX_GRANTS tokens the oldest is revoked.
+        A repeated call for a fetch returns the same token, with its full allowance of bytes. For an upload, the earlier
+        token is revoked. Above MAX_GRANTS tokens the oldest is revoked.
         """
         key = (device, ref.sha256, writer is not None)
         with self._lock:
@@ -235,7 +235,7 @@ class BlobServer:
         self._report_result(TransferResult(key, writer, None))
 
     def _charge_bytes(self, grant: AccessGrant, size: int) -> None:
-        """Subtract sent bytes from the grant. With size 0, refuse the request if the grant has no bytes left."""
+        """Subtract sent bytes from the grant. With `size` 0, raise RequestRefusedError if none are left."""
         with self._lock:
             grant.remaining_bytes -= size
             if grant.remaining_bytes <= 0 and not size:
@@ -288,7 +288,7 @@ class BlobBackend(Protocol):
         """Return the (device, sha256) of blobs that have new download locations since the last call."""
 
     def handle_result(self, ended: TransferResult) -> bool:
-        """Process the result of a transfer. Return whether the backend started the transfer."""
+        """Process the result of a transfer. Return False if the transfer is not one of the backend's."""
 
 
 OpenBackend = Callable[[str, BlobStore, TransferBackend], BlobBackend]
@@ -401,7 +401,7 @@ class BlobLocationProvider(TransferBackend):
         return [] if self._backend is None else self._backend.take_ready_blobs()
 
     def take_results(self) -> list[TransferResult]:
-        """Return the results of transfers that the backend has not started."""
+        """Return the results of transfers. Those of the backend are passed to the backend instead."""
         results = super().take_results()
         backend = self._backend
         return results if backend is None else [result for result in results if not backend.handle_result(result)]

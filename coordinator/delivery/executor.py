@@ -116,7 +116,7 @@ class TaskDispatcher:
             heapq.heappush(self._due_times, (due_s, device))
 
     def record_release(self, device: str, release: wire.DesiredRelease) -> bool:
-        """Record a device's release and permit its blob. Return whether the release has changed."""
+        """Record a device's release and permit the download of its blob. Return whether it has changed."""
         previous = self._releases.get((device, release.kind))
         self._releases[device, release.kind] = release
         return previous != release
@@ -150,7 +150,7 @@ class Executor(Protocol):
         """Return file descriptors that become readable when `receive_inputs` has input."""
 
     def receive_inputs(self, now_s: float) -> Iterable[ExecutorInput]:
-        """Yield messages and results since the last call. Other methods may be called meanwhile."""
+        """Yield messages and results since the last call. Other methods may be called in the iteration."""
 
     def send_pending(self, now_s: float) -> float:
         """Send pending packets. Return the time by which `receive_inputs` must be called."""
@@ -173,9 +173,9 @@ class Executor(Protocol):
         """
 
     def set_backlog(self, updates: int, waiting_bytes: int, max_bytes: float) -> None:
-        """Set the number and bytes of unprocessed updates, which delay further transfers.
+        """Set the number and bytes of the updates that are received but not processed yet.
 
-        These updates and those in transfer have at most `max_bytes`, but two updates are always allowed.
+        Further transfers start only if all these updates and those in transfer fit in `max_bytes`, or are two at most.
         """
 
     def transfer_wait_s(self, device: str) -> float:
@@ -197,7 +197,7 @@ class Executor(Protocol):
         """Send a device a release and permit the download of the blob. None clears the device's release."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Set a later epoch for all further tasks, which devices accept even for completed rounds."""
+        """Set a higher epoch for further tasks, so that devices accept tasks of completed rounds again."""
 
     def publish_state(self, job: JobView) -> None: ...
 

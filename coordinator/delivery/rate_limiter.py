@@ -66,7 +66,7 @@ class RateLimiter:
         return "slowed" if bucket.dropped_count == 1 else "dropped"
 
     def charge_time(self, device: str, seconds: float, now_s: float) -> None:
-        """Charge processing time to a bucket, which stays within BURST_S. Negative values are credits."""
+        """Charge a device for processing time. A negative time is a credit. The balance stays within BURST_S."""
         bucket = self._refill_bucket(device, now_s)
         bucket.balance_s = min(max(bucket.balance_s - seconds, -BURST_S), BURST_S)
 
@@ -110,9 +110,9 @@ class RateLimitedLink(LinkWrapper):
         self._discovery_end_s = math.inf  # end of the running discovery
 
     def subscribe(self, filters: Sequence[str]) -> None:
-        """Subscribe to the topics of all devices or, while a device is blocked, unsubscribe from them.
+        """Subscribe to the topics of all devices, unless some device is blocked.
 
-        While a device is blocked, the link subscribes to each other device by name.
+        In that case the link subscribes to each other device by name, and cancels the common subscription.
         """
         if not self._subscribes_per_device:
             self._link.subscribe(filters)
@@ -171,7 +171,7 @@ class RateLimitedLink(LinkWrapper):
                 self._subscribe_to_all()
 
     def _block_device(self, device: str) -> None:
-        """Drop a device's messages for BLOCK_S. Unless the fleet is too large, unsubscribe from the device."""
+        """Drop a device's messages for BLOCK_S, and unsubscribe unless the fleet has too many devices."""
         self._newly_blocked.append(device)
         self._blocked_until_s[device] = self.now_s + BLOCK_S
         if self._subscribes_per_device:

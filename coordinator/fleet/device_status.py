@@ -212,7 +212,7 @@ def _apply_claim(status: DeviceStatus, message: wire.Claim, time_s: float) -> De
 
 
 def _apply_clock_skew(status: DeviceStatus, clock_s: float | None, time_s: float) -> DeviceStatus:
-    """Return the status with the offset of the device's clock, unless a recent offset is as large."""
+    """Return the status with the new clock offset, if it is larger or the stored offset is outdated."""
     if clock_s is None:
         return status
     skew_s = clock_s - time_s

@@ -97,9 +97,9 @@ class JobUsage(NamedTuple):
 
 
 def is_schedulable(row: StoredJob, only: str | None) -> bool:
-    """Return whether this coordinator may run a job: only the job `only`, or all from `fedquilt run`.
+    """Return whether this coordinator may run a job: the job `only`, or any job of `fedquilt run`.
 
-    Simulated jobs bring their own devices, so that the process that started them runs them.
+    The process that starts a simulated job passes `only`, because no other process has the simulated devices.
     """
     return row.id == only if only is not None else row.origin == "run"
 
@@ -137,11 +137,10 @@ def select_jobs(
 
 
 def devices_to_yield(job: str, usages: Mapping[str, JobUsage]) -> set[str]:
-    """Return the devices that a job must leave to jobs behind it.
+    """Return the devices that a job must leave to working jobs with less device time.
 
-    A working job is behind if its device time is lower by more than the duration of one round of `job`. Its whole
-    cohort is left to it. Without this rule, a job with short tasks would take its competitor's devices back after each
-    of the competitor's rounds.
+    If a job is behind by more than the duration of one round of `job`, its whole cohort is left to it. Otherwise a job
+    with short tasks would take the devices back after each round of the other job.
     """
     own_usage = usages[job]
     other_cohorts = (

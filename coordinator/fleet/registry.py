@@ -46,7 +46,7 @@ class BrokerOutage:
         return self._outage_start_s is not None
 
     def lost_since(self, lost_s: float) -> float:
-        """Return the seconds by which `self.lost_s` exceeds an earlier `lost_s`, or infinity in an outage."""
+        """Return the seconds lost since `self.lost_s` was `lost_s`, or infinity during an outage."""
         return math.inf if self.is_disconnected else self.lost_s - lost_s
 
     def can_reach_devices(self, now_s: float) -> bool:
@@ -105,7 +105,7 @@ class SilenceDetector:
         return silent
 
     def expect_contact(self, device: str) -> None:
-        """Expect a message of a device that is online according to a retained message only.
+        """Expect a message of a device whose only sign of presence is a retained message.
 
         The coordinator must have announced itself just before, because every device answers an announcement.
         """
@@ -257,7 +257,7 @@ class DeviceRegistry:
         record.profile = profile
 
     def set_site_right(self, device: str, right: SiteRight | None) -> None:
-        """Set a device's site right. A change deletes the profile, which the previous right has limited."""
+        """Set a device's site right. A change deletes the profile, because the old right limited its values."""
         record = self.devices.get(device)
         if right == (record.site_right if record else None):
             return
@@ -325,7 +325,7 @@ class DeviceRegistry:
         return engine_by_device
 
     def eligibility(self, requirements: JobRequirements, now_s: float) -> LabelColumn:
-        """Return the label of each known device: ELIGIBLE, or the code of the reason against its selection."""
+        """Return the label of each known device: ELIGIBLE, or the code why the device cannot be selected."""
         version = self.refresh_views(now_s)
         cached_version, labels = self._labels.get(requirements, (0, LabelColumn()))
         if cached_version != version:

@@ -71,7 +71,7 @@ class CoordinatorContext:
         self.executor.send_ack(device, ack)
 
     def adopt_epoch(self, device: str, epoch: int) -> None:
-        """Raise the epoch above a device's epoch, which is higher if the home is an older copy.
+        """Raise the epoch above a device's epoch. The home may have been restored from an older copy.
 
         Each device can raise the epoch once, and by no more than MAX_EPOCH_LEAD.
         """

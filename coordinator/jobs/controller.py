@@ -58,7 +58,7 @@ class UpdatePipeline:
         return count + len(updates), size + sum(map(total_blob_bytes, updates))
 
     def register_update(self, device: str, update: Update, now_s: float) -> bool:
-        """Register an update before its transfer. Return whether it is large and waits for its turn."""
+        """Register an update before its transfer. Return whether it is large enough to be sent in turn."""
         if total_blob_bytes(update) < self._context.worker.large_bytes:
             return False
         if self._queued_updates.get(device) != update and now_s < self._extended_deadline_s:
@@ -67,7 +67,7 @@ class UpdatePipeline:
 
     @property
     def lost_s(self) -> float:
-        """Seconds to add to the deadline because of broker outages. The round of a site has a fixed end."""
+        """Seconds by which broker outages extend the deadline. A site's round never passes its fixed end."""
         outage, state = self._executor.outage, self._job.job_state
         if state.opened_s != self._outage_at_attempt_start[0]:
             self._outage_at_attempt_start = state.opened_s, outage.lost_s
@@ -81,8 +81,8 @@ class UpdatePipeline:
     def wait_limit_s(self, now_s: float) -> float:
         """Return the deadline, or the later time until which the round waits for punctual updates.
 
-        Updates are punctual if they were received in time and are still being validated, or were announced in time and
-        wait for their transfer. The wait for a transfer extends the deadline. The round of a site has a fixed end.
+        An update is punctual if it was received in time and is being validated, or if it was announced in time and
+        waits for its transfer. A site never waits past the fixed end of its round.
         """
         deadline_s, latest_s = self._extended_deadline_s, decisions.site_deadline_s(self._job.job_state)
         if self._punctual_devices:
@@ -344,7 +344,7 @@ class JobController:
             self._schedule_action(action, now_s)
 
     def _schedule_action(self, action: responses.Action, now_s: float) -> None:
-        """Carry out an action, after the events are written if the action has an external effect."""
+        """Carry out an action, or defer one with an external effect until the events are written."""
         if self._context.deferred_actions is None or type(action) in IMMEDIATE_ACTIONS:
             self.carry_out_action(action, now_s)
         else:
@@ -463,7 +463,7 @@ class JobController:
         return self._context.registry.find_unreachable(state.pending_devices | state.expected_devices, now_s)
 
     def handle_failure(self, error: Exception, now_s: float) -> None:
-        """Suspend the job if its data cannot be read, or fail it. StoreError and MemoryError are raised again."""
+        """Suspend the job after a failed read, else fail it. StoreError and MemoryError are raised again."""
         if (read_error := job_blobs.suspension_reason(error)) is not None:
             self.read_error = read_error
             return

@@ -75,8 +75,8 @@ CACHED_TASKS: Final = 2  # tasks whose encoded tensors are cached
 class RunningJob:
     """Active job, which continues from its event log after `use_loaded_state`.
 
-    States and updates of at least `large_bytes` are kept on disk and handled by a worker. The running attempt restarts
-    with its whole deadline or, with `by_wall`, keeps its start in wall-clock time (`decisions.restart_event`).
+    States and updates of at least `large_bytes` are kept on disk and handled by a worker. After a restart, the attempt
+    of a round has its whole deadline again. With `by_wall`, the time without a coordinator counts as well.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class RunningJob:
         return {"seed": seed, "tier": tier, "last_counted_round": last_counted_round}
 
     def _class_shares(self) -> tuple[float, ...] | None:
-        """Return the share of each class in an evaluation, () for equal shares, or None without class priors."""
+        """Return the class shares by which devices adjust scores, () if equal, or None without class priors."""
         if not self.job_state.constants.class_priors:
             return None
         if self.job_state.parent_order is not None:
@@ -262,9 +262,9 @@ class RunningJob:
         snapshots: Mapping[str, DeviceSnapshot],
         device_kinds: Mapping[tuple[int, tuple[str, ...]], int],
     ) -> tuple[str, ...]:
-        """Return sentences on the devices that can take part in the round, or ().
+        """Return sentences on the devices that can take part in the round, or () for nothing to report.
 
-        The result is () after the first selection of a round, and in later rounds in which all devices can take part.
+        Only the first selection of a round is described, and after the first round only if a device cannot take part.
         """
         sample_device = event.devices[0] if event.devices else ""
         task_spec = self._task_spec_for_device(
@@ -379,8 +379,8 @@ class RunningJob:
     def build_fold(self, stored_at: float) -> Callable[[], events.UpdatesAggregated | None]:
         """Return a function with which a worker folds the next accepted update.
 
-        The function returns an event if it has stored the partial aggregate, and None otherwise. The aggregate is
-        stored once the updates added since the last time have `stored_at` times its bytes.
+        The function returns an event if it has stored the partial aggregate. This happens once the updates added since
+        the last time have at least `stored_at` times the bytes of the aggregate.
         """
         return partial(self.aggregator.fold_next, self.job_state, stored_at)
 
@@ -574,9 +574,9 @@ def _devices_over_share(
     max_devices: float,
     decide: Callable[[], events.AnyEvent | None],
 ) -> set[str]:
-    """Return the eligible devices that the cohort lacks only because of the submitter's share limit.
+    """Return the devices missing from the cohort only because of the share limit of its submitter.
 
-    `decide` returns the event without this limit.
+    `decide` returns the event that would follow without this limit.
     """
     if event is None:
         recorded_devices = {device for device in job.job_state.eligibility.devices_with(SHARE) if device in free}

@@ -50,7 +50,7 @@ class GarbageCollector:
         self._is_urgent = self._includes_all = False
 
     def add_candidates(self, blobs: AbstractSet[str], *, urgent: bool = False) -> None:
-        """Mark released blobs for deletion by the next `collect`, if no root needs them then."""
+        """Mark blobs that `collect` deletes if no root needs them. With `urgent`, `collect` is due at once."""
         self._candidates |= blobs
         self._is_urgent = self._is_urgent or urgent
 
@@ -125,7 +125,7 @@ def select_expired_runs(store: Store, now: float, keep: int | None, older_s: flo
 
 
 def exclusive_bytes(store: Store) -> dict[str, int]:
-    """Return the bytes on disk that only one run uses, by run: log, unshared blobs and files."""
+    """Return the bytes of each run on disk: its log, files and blobs, without shared blobs."""
     logs = store.read_logs()
     reference_counts = Counter(sha256 for log in logs.values() for sha256 in log.needed_blobs)
     bytes_by_run = {}
@@ -139,7 +139,7 @@ def exclusive_bytes(store: Store) -> dict[str, int]:
 
 
 def remove_expired_runs(store: Store, retention: RetentionSettings, now: float) -> list[str]:
-    """Remove ended runs that the settings do not protect, without their blobs, and return their ids."""
+    """Remove ended runs that the settings do not protect, but not their blobs. Return the runs' ids."""
     if retention.keep is None and retention.older_than_s is None:
         return []
     ids = select_expired_runs(store, now, retention.keep, retention.older_than_s)

@@ -118,7 +118,7 @@ def add_update_duration(
     took_s: float | None,
     expected_s: float | None,
 ) -> DurationsByDevice:
-    """Return the durations with that of an accepted update, or unchanged if `took_s` is None."""
+    """Return the durations with the update's duration added, or unchanged if `took_s` is None."""
     if took_s is None:
         return durations
     usage, amount = update.usage, work.get(update.device, 1.0)
@@ -137,7 +137,7 @@ Policy: TypeAlias = Callable[[CohortSettings, DurationsByDevice, WorkloadByDevic
 
 
 def work_amount(work: WorkEstimate) -> float:
-    """Return the operations of a task for its largest number of examples, or for one without a limit.
+    """Return the FLOPs of a task for its maximum number of examples, or for one without a maximum.
 
     The coordinator does not know a device's number of examples. Ratios of measured to predicted times include it.
     """
@@ -189,7 +189,7 @@ def decide_fixed(cohort: CohortSettings, durations: DurationsByDevice, workloads
 def decide_by_prediction(
     cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
 ) -> DeadlineDecision:
-    """Return a high percentile of the predicted times plus PREDICTION_SLACK, or none if one is unknown."""
+    """Return a deadline from the predicted times, or the cohort's `deadline_s` if one time is unknown."""
     fleet = FleetDurations.from_durations(durations)
     predictions = [_predict_p90_s(durations.get(device, ()), workload, fleet) for device, workload in workloads.items()]
     times = sorted(time for time in predictions if time is not None)
@@ -266,9 +266,9 @@ def _log_ratios(own_durations: Sequence[TaskDuration]) -> list[float]:
 
 
 def _p90_ratio(log_ratios: Sequence[float], spread: float) -> float:
-    """Return the 90th percentile of the next ratio, from a log-normal distribution around the median.
+    """Return the 90th percentile of a task's ratio of measured to predicted time.
 
-    The square of `spread` is a prior variance, which counts as PRIOR_WEIGHT observations.
+    Ratios are log-normal. `spread` squared is a prior variance, with the weight of PRIOR_WEIGHT observations.
     """
     if not log_ratios:
         return math.exp(Z90 * spread)
@@ -281,7 +281,7 @@ def _p90_ratio(log_ratios: Sequence[float], spread: float) -> float:
 def decide_by_paper(
     cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
 ) -> DeadlineDecision:
-    """Return the last round's longest duration times the ratio of work, or none without durations."""
+    """Return the longest duration of the last round times the ratio of work, or `deadline_s` without one."""
     all_durations = [duration for own_durations in durations.values() for duration in own_durations]
     if not all_durations:
         return DeadlineDecision()
@@ -295,7 +295,7 @@ def decide_by_paper(
 def decide_by_energy(
     cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
 ) -> DeadlineDecision:
-    """Return the duration and epochs of `plan_energy`, or without a plan the decision by prediction."""
+    """Return the duration and epochs of `plan_energy`, or `decide_by_prediction` if there is no plan."""
     problem = energy_problem(cohort, durations, workloads)
     plan = problem and plan_energy(cohort, *problem)
     if not plan:
@@ -311,7 +311,7 @@ def decide_by_energy(
 def plan_energy(
     cohort: CohortSettings, forecasts: Mapping[str, energy_scheduling.DeviceForecast], passes: int
 ) -> energy_scheduling.EnergyPlan | None:
-    """Return the shortest plan within `joules_per_round`, or else the cheapest within `deadline_s`.
+    """Return the shortest plan within `joules_per_round`, or if unset the cheapest within `deadline_s`.
 
     If no plan meets the limit, the plan closest to the limit is returned. The result is None if the devices cannot do
     all the work. `forecasts` and `passes` come from `energy_problem`.

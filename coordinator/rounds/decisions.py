@@ -87,9 +87,10 @@ def to_process_clock(state: JobState, now_s: float, uses_wall_clock: bool) -> Jo
 def restart_event(state: JobState, now_s: float) -> AttemptResumed | None:
     """Return the event of a coordinator restart, or None if no attempt is running.
 
-    The wall-clock time since the previous restart counts as elapsed. If that time is negative or exceeds the attempt's
-    deadline, a hundredth of the deadline counts instead. At least a tenth of the deadline remains at the first restart,
-    a twentieth at the second, and so on, so that an attempt ends even if coordinators are killed repeatedly.
+    The wall-clock time since the previous restart counts as elapsed. If that time is negative or exceeds the deadline,
+    the clock was set, and a hundredth of the deadline counts instead. At least a tenth of the deadline remains at the
+    first restart, a twentieth at the second, and so on, so that an attempt ends even if coordinators are killed
+    repeatedly.
     """
     if state.phase != "open":
         return None
@@ -175,7 +176,7 @@ def _attempt_end_s(state: JobState) -> float:
 
 
 def delay_attempt(state: JobState, lost_s: float) -> JobState:
-    """Return the state with the start of the attempt `lost_s` later. With infinity the attempt never ends."""
+    """Return the state with the attempt's start `lost_s` later. With infinity the attempt never ends."""
     if not lost_s:
         return state
     selected_s = {device: time_s + lost_s for device, time_s in state.selected_s.items()}
@@ -217,7 +218,7 @@ def is_round_idle(
 def updates_to_close(
     state: JobState, online_devices: Collection[str], unreachable_devices: AbstractSet[str] = frozenset()
 ) -> int:
-    """Return how many updates close the round at once: the cohort size, or else one per counted device.
+    """Return how many updates close the round at once: the cohort size or, if 0, one per counted device.
 
     Devices count if they are online, selected or expected in this attempt, and have not declined or become unreachable.
     The result is at least `minimum_updates`. The round waits until its deadline for devices leased to other jobs.
@@ -231,7 +232,7 @@ def updates_to_close(
 
 
 def quorum(state: JobState, wanted_updates: int) -> int:
-    """Return how many updates are enough at the deadline. Evaluation rounds use the normal cohort size."""
+    """Return how many updates suffice at the deadline. An evaluation needs a cohort, not all devices."""
     if state.is_evaluation_round:
         wanted_updates = min(wanted_updates, state.constants.cohort.size or wanted_updates)
     return max(minimum_updates(state), math.ceil(wanted_updates * state.constants.cohort.quorum))
@@ -304,7 +305,7 @@ def _devices_with_outdated_tasks(state: JobState) -> tuple[str, ...]:
 def _missing_device_count(
     state: JobState, wanted_updates: int, online_devices: DeviceSet, working_devices: AbstractSet[str]
 ) -> int:
-    """Return how many devices to select: for the missing updates or, in buffered mode, for the free places."""
+    """Return how many devices to select to reach the wanted updates or, if buffered, the concurrency."""
     cohort = state.constants.cohort
     if state.is_buffered:
         count = cohort.concurrency or len(online_devices)
@@ -314,7 +315,7 @@ def _missing_device_count(
 
 
 def _select_devices(state: JobState, free_devices: DeviceSet, max_devices: float) -> tuple[str, ...]:
-    """Select up to `max_devices` free devices, with those silent in earlier attempts last."""
+    """Select up to `max_devices` free devices. Devices silent in earlier attempts come last."""
     max_count = int(min(max_devices, len(free_devices)))
     if silent_devices := [device for device in state.silent_devices if device in free_devices]:
         responsive_devices = _select_devices(

@@ -169,7 +169,7 @@ class _EnergyProblem:
         return self._distributions[index]
 
     def _distribute_work(self, limit_s: float) -> tuple[float, tuple[int, ...]] | None:
-        """Return the joules above idle and the epochs of each device, or None if the limit is too short."""
+        """Return the joules above idle and each device's epochs, or None if the work needs more time."""
         options = [
             [_EpochOption(examples * epochs, joules, epochs) for epochs, joules in _feasible_options(table, limit_s)]
             for examples, table in self._tables
@@ -231,8 +231,8 @@ def _distribute_exactly(
     """Return the cheapest options that do all the work for fewer joules than `limit_j`, or None.
 
     The sums of work and joules are extended device by device. A sum is dropped if another one has more work for fewer
-    joules, or if the best options of the remaining devices at this price lead above `limit_j`. The result is also None
-    if there are too many sums.
+    joules, or if the remaining devices must raise it to `limit_j` at this price. The result is also None if there are
+    too many sums.
     """
     import numpy as np  # slow import, not needed by commands that only read a log
 
@@ -261,7 +261,7 @@ def _distribute_exactly(
 
 
 def _options_by_epochs(choices: Sequence[EpochChoice]) -> dict[int, tuple[list[float], list[float]]]:
-    """Return for each number of epochs ascending times, and the fewest joules possible by each time."""
+    """Return, for each number of epochs, ascending times with the fewest joules possible by each time."""
     options: dict[int, tuple[list[float], list[float]]] = {}
     for epochs, group in itertools.groupby(
         sorted(choices, key=lambda choice: choice.epochs), lambda choice: choice.epochs

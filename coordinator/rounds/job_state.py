@@ -92,8 +92,8 @@ def add_evaluation(
 ) -> BestEvaluation | None:
     """Return the best evaluation after an evaluation of `state` with the result `sums`.
 
-    An evaluation without a main metric changes nothing. A gain below `min_gain` makes the evaluation the best, but
-    counts as none for `without_gain`.
+    An evaluation without a main metric changes nothing. A gain below `min_gain` updates the best value, but
+    `without_gain` still counts the evaluation.
     """
     if (main := metrics.main_metric(sums)) is None or state is None:
         return best
@@ -225,7 +225,7 @@ class JobState(msgspec.Struct, frozen=True):
         return self.constants.cohort.mode == "buffered"
 
     def task_version(self, device: str) -> TaskVersion:
-        """Return the version of a device's task: that of the running attempt, or an earlier one in buffered mode."""
+        """Return the round, attempt and state of a device's task, which may be earlier in buffered mode."""
         return self.earlier_versions.get(device) or TaskVersion(self.round, self.attempt, self.state)
 
     def staleness(self, update: Update) -> int:
@@ -270,7 +270,7 @@ class JobState(msgspec.Struct, frozen=True):
         return (self.parent_order and self.parent_order.deadline_s) or self.constants.cohort.deadline_s
 
     def task_deadline_s(self, device: str) -> float:
-        """Return the time at which a device's task is late: with its attempt, or in buffered mode on its own."""
+        """Return when a device's task is late: at the attempt's deadline or, if buffered, at its own."""
         started_s = self.selected_s.get(device, self.opened_s) if self.is_buffered else self.opened_s
         return started_s + self.deadline_s
 
@@ -434,7 +434,7 @@ def _apply_allowed_event(state: JobState, event: events.AnyEvent, now_s: float) 
 
 
 def _end_tasks_without_update(state: JobState, devices: frozenset[str]) -> JobState:
-    """Return the state without the open tasks of these devices, which are selected last from now on."""
+    """Return the state after these devices' tasks end without update. They are now selected last."""
     silent_devices = [device for device in state.silent_devices if device not in devices]
     return replace(
         state,

@@ -105,7 +105,7 @@ class DiscardUpdate(msgspec.Struct, frozen=True):
 
 
 class RenewTask(msgspec.Struct, frozen=True):
-    """Action that resends a task with an epoch above `epoch`, in which the device completed the round."""
+    """Action that resends a task whose round the device has completed, with an epoch above `epoch`."""
 
     device: str
     epoch: int

@@ -115,7 +115,7 @@ class RolloutCompleted(RolloutEvent, frozen=True):
 
 
 class RolloutReverted(RolloutEvent, frozen=True):
-    """Abort of a running rollout or roll-back of a completed one. The new releases have this `serial`."""
+    """Abort of a running rollout, or rollback of a completed one, by releases numbered `serial`."""
 
     serial: Count
     reason: Sentence = ""

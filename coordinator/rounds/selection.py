@@ -112,7 +112,7 @@ def reason_key(code: str) -> str:
 
 
 def reason_text(code: str) -> str:
-    """Return the text for a code, with the device as subject, or the code itself if unknown."""
+    """Return a code's text to follow the device's name, or the code itself if unknown."""
     key, _, rest = code.partition(" ")
     if key != "plugin" or not rest:
         return REASONS.get(code, code)
@@ -249,7 +249,7 @@ class CohortDraw(NamedTuple):
 def select_cohort(draw: CohortDraw, eligible: Collection[str], count: int) -> tuple[str, ...]:
     """Select up to `count` of the eligible devices, sorted by id.
 
-    The selected devices are the first ones of `rank_devices`. Vectorised operations exclude most other devices.
+    The result has the first devices of `rank_devices`, without ranking the whole fleet.
     """
     import numpy as np
 

@@ -123,7 +123,7 @@ class RolloutLog:
             self._rows.update_job(id, status="revert" if requested else "")
 
     def next_serial(self) -> int:
-        """Return a release number above all earlier ones, even after a restored backup."""
+        """Return a release number above all earlier ones, even those that a restored backup lacks."""
         with database_errors(self._home):
             return max((self._counters.read_counter(_SERIAL) or 0) + 1, int(time.time()))
 

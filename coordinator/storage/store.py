@@ -229,7 +229,7 @@ class Store:
             self._rows.set_counter("signed", 1 + signed)  # 0 is a missing counter
 
     def was_authenticated(self) -> bool | None:
-        """Return whether the latest coordinator authenticated senders, or None before the first."""
+        """Return whether the latest coordinator authenticated senders, or None if no coordinator has run."""
         with database_errors(self.home):
             counter = self._rows.read_counter("signed")
         return counter > 1 if counter else None
@@ -375,7 +375,7 @@ class Store:
                 self._rows.update_job(id, status=status)
 
     def find_damaged_ids(self) -> list[str]:
-        """Return the runs and rollouts with damaged rows, which may need seemingly unused blobs."""
+        """Return the runs and rollouts with damaged rows. They may need blobs that seem to be unused."""
         with database_errors(self.home):
             return [*self._rows.find_damaged_jobs(), *self.rollouts.read_errors()]
 

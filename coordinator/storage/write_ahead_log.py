@@ -30,7 +30,7 @@ class WriteAheadLog(NamedTuple):
     committed_frames: int  # frames up to the last commit, whether their checksums match or not
 
     def count_lost_frames(self, disk: Disk, read_frames: int) -> int:
-        """Return how many committed frames SQLite failed to read, or 0 if the log was restarted."""
+        """Return the number of committed frames that SQLite lost to damage, or 0 for a restarted log."""
         if self.committed_frames <= read_frames or disk.read(self.path, 0, _HEAD.size) != self.head:
             return 0
         return self.committed_frames - read_frames if self._has_damaged_frame(disk, read_frames) else 0

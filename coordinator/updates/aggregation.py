@@ -54,7 +54,7 @@ OUTLIER_LOSS_FACTOR: Final = 1000.0  # a note names devices whose loss exceeds t
 
 
 def aggregate_evaluations(updates: Collection[Update]) -> EvaluationSums | None:
-    """Return the sum of the evaluations, or None without any. Evaluations unlike the majority are ignored."""
+    """Return the sum of the evaluations with the most common task and outputs, or None without any."""
     return evaluation.add_evaluations(sums for _, sums in _select_consistent_evaluations(updates))
 
 
@@ -131,7 +131,7 @@ def _weighted_mean(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def explain_unchanged_loss(losses: Mapping[int, float], lr: object) -> str | None:
-    """Return the probable cause of a constant loss after exactly UNCHANGED_ROUNDS losses, or else None."""
+    """Return the probable cause if the first UNCHANGED_ROUNDS losses barely differ, or else None."""
     first_losses = [losses[number] for number in range(UNCHANGED_ROUNDS) if number in losses]
     if len(losses) != UNCHANGED_ROUNDS or len(first_losses) != UNCHANGED_ROUNDS or max(first_losses) < LEARNT_LOSS:
         return None
@@ -145,7 +145,7 @@ def explain_unchanged_loss(losses: Mapping[int, float], lr: object) -> str | Non
 
 
 def describe_early_end(method: Method, name: str, rounds: int, round: int) -> str | None:
-    """Return a note if this is the last round and a method that ends by itself has not finished, or None."""
+    """Return a note in the last round of a method that should have ended by itself, or else None."""
     if method.is_done is Method.is_done or round + 1 < rounds:
         return None
     return f"{name} has not finished after the job's {rounds} rounds, and the result is preliminary: raise rounds"
@@ -182,7 +182,7 @@ class PartialAggregate:
         self._folded_inputs[device], self.total = inputs, total
 
     def add_pending_sum(self, inputs: Mapping[str, FoldInputs], total: Callable[[], Any]) -> None:
-        """Add a sum that another process computes. `total()` waits for the sum, or returns None if it failed."""
+        """Add a sum computed by another process. `total` waits for it, and returns None after a failure."""
         self._pending_sums.append((dict(inputs), total))
 
     def merge_pending_sums(self, updates: Mapping[str, Update]) -> None:
@@ -198,7 +198,7 @@ class PartialAggregate:
         self._pending_sums = []
 
     def contains_update(self, update: Update) -> bool:
-        """Return whether exactly this update is folded, or in a pending sum."""
+        """Return whether this update is folded or in a pending sum, with the same content."""
         device, inputs = update.device, fold_inputs(update)
         return self._folded_inputs.get(device) == inputs or any(
             pending_inputs.get(device) == inputs for pending_inputs, _ in self._pending_sums
@@ -216,7 +216,7 @@ class PartialAggregate:
         return len(updates) == len(self) and all(self.contains_update(update) for update in updates.values())
 
     def is_part_of(self, updates: Mapping[str, Update]) -> bool:
-        """Return whether the aggregate contains only these updates, and a prefix of them if the order matters."""
+        """Return whether all folded updates are among these and, if the order matters, the first of them."""
         in_order = self._any_order or sorted(updates)[: len(self._folded_inputs)] == list(self._folded_inputs)
         return in_order and all(
             device in updates and self.contains_update(updates[device]) for device in self._folded_inputs
@@ -230,7 +230,7 @@ class PartialAggregate:
 
 
 def foldable_updates(job_state: JobState, any_order: bool) -> dict[str, Update]:
-    """Return the accepted updates that may be in the running round's aggregate now, by device."""
+    """Return the accepted updates that can be folded now or are folded already, by device."""
     if any_order or job_state.phase == "closing":
         return dict(job_state.accepted_updates)
     first_pending = min(job_state.pending_devices, default="")  # without open tasks, no update can be folded yet
@@ -256,7 +256,7 @@ BaseTensors = Callable[[str], Tensors | None]
 
 
 class Aggregator:
-    """Aggregation of one round. After the first large update, exact aggregates stay on disk (`large`).
+    """Aggregation of one round. With `large`, exact partial aggregates stay on disk.
 
     `rebase` returns an update of an earlier state as an update of the state at the start of the round.
     """
@@ -317,7 +317,7 @@ class Aggregator:
         return update
 
     def can_fold_early(self, job_state: JobState, round: int, device: str) -> bool:
-        """Return whether a raw update of a device at work may be folded before the device announces it."""
+        """Return whether a device's update may be folded before the device announces the update."""
         return (
             round == job_state.round
             and not job_state.is_buffered  # the update may belong to a later round
@@ -340,7 +340,7 @@ class Aggregator:
             self._partial_aggregate.include_update(update.device, (update.weight, update.metrics, bundles), total)
 
     def state_path_for_folding(self, job_state: JobState) -> str | None:
-        """Return the path of the state with which other processes can fold updates, or None if they may not."""
+        """Return the path of the state for folding in other processes, or None if that is not allowed."""
         is_raw_training = self._job.wire.codec == "raw" and "work" in job_state.task_actions
         if not self._is_exact or not is_raw_training or job_state.is_evaluation_round or job_state.is_buffered:
             return None
@@ -410,8 +410,8 @@ class Aggregator:
     def fold_next(self, job_state: JobState, stored_at: float) -> UpdatesAggregated | None:
         """Fold at most one update. Return an event if the partial aggregate was stored, or None.
 
-        The aggregate is stored once the blobs of its new updates have `stored_at` times its own size. Other updates are
-        left to later calls, so that the loop can admit another update for each folded one.
+        The aggregate is stored once the updates added since the last time have `stored_at` times its bytes. Further
+        updates wait for later calls, so that the loop can admit another update for each folded one.
         """
         self._fold_pending(job_state, max_updates=1)
         if not self._is_worth_storing(job_state, stored_at):

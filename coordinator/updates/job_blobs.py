@@ -203,7 +203,7 @@ def convert_bundle_read_errors(run: str, folder: Path) -> AbstractContextManager
 
 
 def open_bundle(run: str, folder: Path, content: str, blob_store: BlobStore) -> Bundle:
-    """Return the bundle in `folder`, or raise JobError if `content` is not its `hash_content`."""
+    """Return the bundle in `folder`, or raise JobError if the hash of its content is not `content`."""
     with convert_bundle_read_errors(run, folder):
         return job_bundle.load_bundle(folder, blob_store.disk, content)
 

@@ -36,7 +36,7 @@ class TaskSpecCache:
     def task_spec_for_device(
         self, send: Callable[[Any, DeviceView], TaskSpec | None], state: Any, view: DeviceView, *, common: bool
     ) -> TaskSpec | None:
-        """Return the method's task spec or None. With `common`, sites share one spec and devices another."""
+        """Return the method's task spec or None. With `common`, all sites share one spec, all devices another."""
         if not common:
             return send(state, view)
         is_site = view.profile is not None and view.profile.site_device_count > 0
@@ -88,7 +88,7 @@ def make_task(
     work: WorkEstimate | None = None,
     **fields: Any,
 ) -> Task:
-    """Build the task of a task spec. `store_bundle` stores tensors, `fields` sets other fields."""
+    """Build the task of a task spec. `store_bundle` stores tensors. `fields` are further fields."""
     return Task(
         actions=actions,
         params=dict(task_spec.params),
@@ -121,7 +121,7 @@ def with_epochs(task_spec: TaskSpec | None, epochs: int | None) -> TaskSpec | No
 def predict_workload(
     task_spec: TaskSpec, actions: Sequence[Action], engine: str, held_out_share: float, has_unequal_epochs: bool
 ) -> DeviceWorkload:
-    """Predict the workload of a task spec. With `has_unequal_epochs`, record its epochs as changeable."""
+    """Predict the workload of a task spec, with its epochs if devices may train for unequal numbers."""
     work = predict_work(task_spec, actions, engine, held_out_share)
     workload = DeviceWorkload(work, bytes=total_blob_bytes(task_spec))
     epochs = int(task_spec.params.get("epochs", 0)) if has_unequal_epochs and "work" in actions else 0

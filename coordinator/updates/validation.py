@@ -97,7 +97,7 @@ def limit_profile(profile: Profile, site_right: SiteRight | None) -> Profile:
 
 
 def longest_work_s(waited_s: float, deadline_s: float, attempts: int) -> float:
-    """Return the longest plausible seconds of work on a task, `waited_s` after its selection."""
+    """Return the longest plausible seconds of work of a device selected `waited_s` ago."""
     return 2 * max(waited_s, deadline_s * attempts) + SPARE_S
 
 
@@ -150,7 +150,7 @@ def limit_claims(update: Update, bounds: ClaimBounds) -> tuple[Update, str]:
 
 
 def require_plausible(update: Update, bounds: ClaimBounds, *, work: bool) -> None:
-    """Raise UpdateError if metrics, evaluation or, with `work`, the weight of an update are implausible."""
+    """Raise UpdateError if the metrics, evaluation or (with `work`) weight and speed are implausible."""
     require_valid_metrics(update.metrics)
     covers_site_devices = has_site_bundles(update.bundles) or not work
     boards = bounds.site_right.most if bounds.site_right and covers_site_devices else 1

@@ -51,7 +51,7 @@ def format_status(summary: RunSummary, state: JobState) -> list[str]:
 
 
 def is_evaluation_due(state: JobState) -> bool:
-    """Return whether devices must evaluate the present state, every `check_every` rounds and at the end."""
+    """Return whether an evaluation of the present state by devices is due, by `check_every` or at the end."""
     interval = 0 if state.constants.check_beside else state.constants.check_every
     return bool(interval) and (state.is_work_done or state.completed_rounds % interval == 0)
 
@@ -225,7 +225,7 @@ def _describe_commit(
 
 
 def describe_staleness(commits: int, bound: str = "") -> str:
-    """Return ", 3 commits old" for an update of an earlier state, and "" for one of the present state."""
+    """Return the age of an update as text: ", up to 3 commits old" with `bound` "up to ", or "" for 0."""
     return f", {bound}{commits} commit{'s' * (commits > 1)} old" if commits else ""
 
 

@@ -177,7 +177,7 @@ def _set_outcomes(
     outcomes: Mapping[str, DeviceOutcome],
     replaced: Iterable[str] = (),
 ) -> None:
-    """Set outcomes of a round. Those of selected devices change only if the device is in `replaced`."""
+    """Set the outcomes of a round, but keep those of selected devices that are not in `replaced`."""
     round_outcomes, replaced_devices = by_round.setdefault(round, {}), set(replaced)
     for device, outcome in outcomes.items():
         if (

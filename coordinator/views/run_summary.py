@@ -405,7 +405,7 @@ def progress_points(summary: RunSummary) -> list[ProgressPoint]:
 
 
 def energy_per_point_j(points: Sequence[ProgressPoint]) -> float | None:
-    """Return the gross joules per percentage point from the first to the best evaluation, or None.
+    """Return the gross joules per percentage point gained from first to best evaluation, or None.
 
     None means that the main metric is not a share, that there was no gain, or that joules are unknown.
     """

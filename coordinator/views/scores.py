@@ -59,7 +59,7 @@ class RunScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def make_test_table(job: JobSettings) -> dict[str, Any]:
-    """Return [test] as a [data] table, completed by [data]. Raise JobError if there is neither."""
+    """Return the [test] table with missing keys from [data]. Raise JobError without both tables."""
     if not job.data and not job.test:
         raise JobError(f"job {job.name!r} has neither [test] nor [data]: add [test] to evaluate its model")
     is_independent = {"path", "sources"} & job.test.keys() or job.test.get("dataset") in spec.SYNTHETIC
@@ -81,7 +81,7 @@ def make_test_table(job: JobSettings) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def name_test_table() -> Iterator[None]:
-    """Replace [data] by [test] in the errors of readers in the body, which read the test set."""
+    """Name [test] instead of [data] in data errors of the body, which reads the test set."""
     try:
         yield
     except DataError as error:

@@ -143,7 +143,7 @@ class Console:
         self._declines = defaultdict[tuple[str, int], dict[str, str]](dict)  # (run, round) -> device -> reason
 
     def observe(self, job: JobView, event: events.AnyEvent) -> None:
-        """Print an event or, unless verbose, update the status line and collect declines to print together."""
+        """Print an event. Unless verbose, declines are collected, and events within a round are not printed."""
         run = self._watch_run(job)
         previous_summary, run.summary = run.summary, run.summary.with_event(event, state=job.job_state)
         self._shown_run, run.wait = job.id, None
@@ -221,7 +221,7 @@ class Console:
     def report_waits(
         self, server: Server, status_of: Callable[[str], DeviceStatus | None] = lambda device: None
     ) -> None:
-        """Print the due waits of active jobs, and refresh the status block, at most once per WAIT_CHECK_S."""
+        """Print what active jobs wait for, at most once per WAIT_CHECK_S, and refresh the status block."""
         now_s, now = self._clock(), time.time()
         if now_s < self._last_wait_check_s + WAIT_CHECK_S:
             return self.refresh()

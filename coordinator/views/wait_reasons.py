@@ -30,7 +30,7 @@ class WaitReason(NamedTuple):
 
 
 def other_runs_by_device(store: Store, run: str) -> dict[str, str]:
-    """Return by device the running run, other than `run`, for which it has a task."""
+    """Return by device the id of the other running run for which the device has a task."""
     run_by_device = dict[str, str]()
     for row in store.readable_jobs():
         if row.id != run and row.status == "running":
@@ -272,7 +272,7 @@ def _lost_reason(
 def describe_busy_devices(
     state: JobState, usable_devices: Collection[str], busy_devices: Mapping[str, str]
 ) -> str | None:
-    """Return which runs use the devices that the round waits for, or None if they are not the reason."""
+    """Return which runs use the devices that the round waits for, or None if the wait has another cause."""
     if state.pending_devices:
         busy_pending = state.pending_devices & busy_devices.keys()
         missing_count = len(state.pending_devices - busy_devices.keys())

@@ -148,7 +148,7 @@ class Job:
 
     @property
     def settings(self) -> jobs.JobSettings:
-        """Settings of the job in the coordinator's type."""
+        """Settings of the job as the coordinator's `JobSettings`."""
         return jobs.JobSettings(**{field_.name: getattr(self, field_.name) for field_ in dataclasses.fields(self)})
 
     def to_table(self) -> dict[str, Any]:

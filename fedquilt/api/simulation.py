@@ -149,7 +149,7 @@ class _RunReporter:
 
 
 class Display:
-    """Base class of progress displays, which shows nothing. Each new line replaces the previous line."""
+    """Base class of progress displays, without output. Each new line replaces the previous line."""
 
     def show(self, line: str, completed: float | None = None, total: float | None = None) -> None: ...
 

@@ -1,4 +1,4 @@
-"""`fedquilt identity` verbs of the fleet's authority, which the wheel for boards lacks."""
+"""`fedquilt identity` verbs for the certificate authority, left out of the wheel for boards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes of commands: a root command that imports verbs on use, options, arguments, help, errors.
+"""Classes for commands, options and arguments, with their help and errors. Verbs are imported on use.
 
 `SECTIONS` gives each verb of `fedquilt --help` the file of this folder with the command of the same name.
 """
@@ -152,7 +152,7 @@ class CommandGroup(_BaseCommand, click.Group):
         super().__init__(*args, subcommand_metavar="VERB ...", **attributes)
 
     def add_operator_verbs(self, file: str) -> None:
-        """Add the verbs of a file of `fedquilt.cli`. The wheel for boards lacks the file, and adds none."""
+        """Add the verbs of a file of `fedquilt.cli`, if installed. The wheel for boards leaves the file out."""
         if f"{file}.py" not in os.listdir(os.path.dirname(__file__)):
             self.is_partial = True
             return

@@ -1,4 +1,4 @@
-"""`fedquilt board` flash, uninstall and check-gpu, which the wheel for boards lacks."""
+"""`fedquilt board` flash, uninstall and check-gpu, left out of the wheel for boards."""
 
 from __future__ import annotations
 

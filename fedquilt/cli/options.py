@@ -28,7 +28,7 @@ BROKER: Final = "mqtt://127.0.0.1:1883"
 
 
 class ParsedType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """Value type of a parser function that raises ValueError with a sentence. --help shows `name`."""
+    """Type of an option that a function reads. Its ValueError is the message, and --help shows `name`."""
 
     def __init__(self, name: str, read: Callable[[str], Any]) -> None:
         self.name, self.read = name, read

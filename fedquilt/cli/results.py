@@ -1,4 +1,4 @@
-"""`fedquilt model` export and evaluate, which the wheel for boards lacks."""
+"""`fedquilt model` export and evaluate, left out of the wheel for boards."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class ProgressLine:
                 print(f"{headline}:{remaining}" if remaining else headline, file=self._out, flush=True)
 
     def set_part(self, name: str, done: float, total: float) -> None:
-        """Set the current part for `show_progress`: its name, and numbers of completed and of all parts."""
+        """Set the part that `show_progress` names, and how many of all parts are completed."""
         self._part = (name, done, total)
 
     def show_elapsed(self, operation: str, started_s: float) -> None:
@@ -196,7 +196,7 @@ LINE: Final = ProgressLine()
 
 
 def count_parts(total: int) -> Callable[[str], None]:
-    """Return a function to call with the name of each of `total` parts when the part begins."""
+    """Return a function that shows progress through `total` parts. Call it with each part's name."""
     counter = itertools.count()
     return lambda name: LINE.set_part(name, next(counter), total)
 

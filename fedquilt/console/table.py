@@ -22,7 +22,7 @@ COLOURS: Final = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "dim"
 
 
 def line_width(out: TextIO | None = None) -> int:
-    """Return the columns of a terminal, limited to 80 to 120, or 80 for files and pipes."""
+    """Return the columns of a terminal, within MIN_COLUMNS and MAX_COLUMNS, or 80 for files and pipes."""
     if not (out or sys.stdout).isatty():
         return MIN_COLUMNS
     return min(MAX_COLUMNS, max(MIN_COLUMNS, shutil.get_terminal_size((MIN_COLUMNS, 24)).columns))
