@@ -162,7 +162,7 @@ class Agent:
             self.publish_message("profile", self._profile, retain=True)
 
     def shut_down(self) -> None:
-        """Stop the current task, publish the offline presence and close the link. The outbox stays."""
+        """Stop the current task, publish the offline presence and close the link. The outbox is kept."""
         self.task_runner.stop()
         self.releases.stop()
         self._publish_presence(online=False)

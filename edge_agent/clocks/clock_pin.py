@@ -45,8 +45,8 @@ class ClockPin:
         state: Folder of the journal, which must survive a restart of the board as power modes do.
         max_temperature_c: Degrees Celsius above which nothing is pinned.
         max_w: Watts above which no point is pinned, or None for no limit.
-        power_of_point: Function that returns the watts of a point, or None if unknown. By default, the client's
-            `busy_w`.
+        power_of_point: Function that returns the watts of a point, or None if unknown. By default, the
+            `busy_w` that the client sends with the point.
         write_file: Function that writes a value to a kernel file.
         nvpmodel: Function that runs nvpmodel with arguments and returns its output or None. By default, the board's
             program.
@@ -164,7 +164,7 @@ class ClockPin:
         return mode_name or controls.read_mode_name(self.root)
 
     def owner_mode(self) -> str | None:
-        """Return the power mode set by the owner, also while pinning has set another, or None if unknown."""
+        """Return the owner's power mode, even while pinned clocks use another one, or None if unknown."""
         return self.current_mode() if self._saved is None or self._pinned_mode is None else self._saved.mode
 
     def control_limits(self, clock_controls: ClockControls, owner: str | None) -> owner_limits.ControlLimits:

@@ -1,4 +1,4 @@
-"""Limits set by the owner of a board: power mode, limits written by hand, watts and degrees.
+"""Limits set by the owner of a board: power mode, clock limits, watts and degrees.
 
 The agent leaves out operating points beyond the limits. The clock helper, which alone can set clocks, refuses such
 points from any client. The owner's mode is never exceeded: no clock above its cap, no core that the mode turned off,
@@ -72,9 +72,9 @@ def find_tighter_limit(clock_controls: ClockControls, left: ControlLimits, right
 
 
 def is_mode_within(outer: PowerMode | None, inner: PowerMode) -> bool:
-    """Return whether the mode `inner` has no additional core and no higher cap than the mode `outer`.
+    """Return whether mode `inner` enables no more cores and no higher clocks than mode `outer`.
 
-    The result is False if `outer` is None, an unknown mode.
+    The result is False if `outer` is unknown (None).
     """
     if outer is None or not outer.offline_cores <= inner.offline_cores:
         return False

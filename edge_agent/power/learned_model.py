@@ -70,7 +70,7 @@ class LatestTask(WireMessage, frozen=True):
 
 
 class LearnedModel(WireMessage, frozen=True):
-    """Learned time and power of one engine and workload. A law is None while the profile is exact."""
+    """Learned time and power of one engine and workload. A law is None while the profile is accurate."""
 
     time: CostLaw | None = None
     power: CostLaw | None = None
@@ -156,7 +156,7 @@ def learn_segment(learned_model: LearnedModel, segment: TaskSegment, *, accept_o
 
 
 def _time_columns(law: CostLaw, work: WorkEstimate) -> Callable[[OperatingPoint], list[float] | None]:
-    """Return a function from a point to the columns of the time law, or None if no time is predictable."""
+    """Return a function from a point to the time law's columns, or to None for an unpredictable time."""
     reference_s, unit_clocks = cost_model.work_seconds(work, law.reference_point), clocks_by_axis(law.reference_point)
     if reference_s is None:
         return lambda point: None
@@ -188,7 +188,7 @@ def _power_columns(
 
 
 def clocks_by_axis(point: OperatingPoint) -> dict[str, float]:
-    """Return the clocks of a point in hertz, by axis, without unpinned clocks."""
+    """Return the clocks in hertz that a point sets, by axis."""
     return {axis: hz for axis in AXES if (hz := getattr(point, axis))}
 
 
@@ -200,7 +200,7 @@ def highest_clocks(points: Sequence[OperatingPoint]) -> dict[str, float]:
 
 
 def _relative_clocks(unit_clocks: Mapping[str, float], point: OperatingPoint, axes: Sequence[str]) -> list[float]:
-    """Return the point's clocks over `unit_clocks`: 1 if the point sets none, 0 if `unit_clocks` has none."""
+    """Return each clock as a multiple of `unit_clocks`: 1 if the point sets none, 0 without a unit clock."""
     point_clocks = clocks_by_axis(point)
     return [
         point_clocks.get(axis, unit_clocks[axis]) / unit_clocks[axis] if axis in unit_clocks else 0.0 for axis in axes

@@ -179,11 +179,12 @@ class Stepper:
     ) -> list[torch.Tensor]:
         """Take a step on a mini-batch of `count` examples, given in parts of inputs and targets.
 
-        `piece_bytes` is the memory of recomputed activations, or None to keep activations. `factor` scales the rates.
+        `piece_bytes` is the memory of recomputed activations, or None to keep activations. `factor` scales the
+        learning rates.
 
         Returns:
-            Sum of losses of each part, over `divisor`, without penalty, as scalars on the device. Reading a scalar
-            waits for the device. The scalar is not finite if the penalty is not.
+            Losses of the parts without penalty, divided by `divisor`, as scalars on the device. Reading a scalar waits
+            for the device. A scalar is not finite if the penalty is not.
         """
         if not self._is_only_step:
             self._enable_gradients()
@@ -216,7 +217,7 @@ class Stepper:
     def _training_and_task_loss(
         self, x: torch.Tensor, y: Any, count: int, divisor: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss with the step's penalty, for the backward pass, and the detached loss without."""
+        """Return the loss with the step's penalty, and the detached loss without the penalty."""
         with self._autocast:
             scores = self._model(x)
             main_scores, *other_scores = self._step.exits() if self._step.exits else (scores,)
@@ -321,7 +322,7 @@ def _element_losses(task: TaskKind, scores: torch.Tensor, y: torch.Tensor) -> to
 def load_function(
     kind: Literal["loss", "transform"], name: str, arguments: Mapping[str, Any], values: int
 ) -> Callable[..., Any]:
-    """Return a plug-in's function of `values` values, or raise JobError if it rejects these arguments."""
+    """Return a plug-in's function of `values` inputs, or raise JobError if it rejects the `arguments`."""
     plugin = plugins.find_plugin(kind, name, training_choices.BUILT_IN_CHOICES[kind])
     assert plugin is not None
     function: Callable[..., Any] = plugins.import_plugin(plugin)
@@ -385,7 +386,7 @@ class TrainingLoss:
         return self._sum(scores, y)
 
     def divisor(self, y: np.ndarray) -> float:
-        """Return the number of examples, or the sum of their class weights, which divides the summed loss."""
+        """Return the divisor of the summed loss: the number of examples, or the sum of their class weights."""
         return float(len(y) if self._weights is None else self._weights[y].sum())
 
 
