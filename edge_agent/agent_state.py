@@ -172,7 +172,7 @@ class AgentState:
     # -- one task --
 
     def empty_output(self) -> Path:
-        """Empty the output folder for the next task and return the folder, which may not exist yet."""
+        """Empty the output folder for the next task and return its path. The folder may not exist yet."""
         if not self.durable:
             self._remove_quietly(self._output_folder)
             return self._output_folder

@@ -319,7 +319,7 @@ class ClockPin:
         return failures
 
     def _set_mode(self, clock_controls: ClockControls, name: str | None, repeat: bool = False) -> bool:
-        """Set a mode with nvpmodel unless the mode is set already. Return whether nvpmodel was called."""
+        """Set a mode with nvpmodel, if it is not set or with `repeat`. Return whether nvpmodel was called."""
         mode = None if name is None else clock_controls.find_mode(name)
         if mode is None:
             return False

@@ -32,7 +32,7 @@ AXIS_OF_KIND: tuple[tuple[Kind, str], ...] = (("cpu", "cpu_hz"), ("gpu", "gpu_hz
 def control_limits(
     clock_controls: ClockControls, mode: PowerMode | None, earlier_limits: Mapping[str, int | None] | None = None
 ) -> ControlLimits:
-    """Return the highest permitted value of each limited control, from the mode and earlier limits.
+    """Return the highest permitted value of each limited control, by the mode and `earlier_limits`.
 
     A cap between two listed values permits the lower value, or the higher value if at most 1 % above the cap, because
     NVIDIA rounds its caps (850 MHz for 854.25). No clock can be below its lowest listed value.

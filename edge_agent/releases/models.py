@@ -276,7 +276,7 @@ class ModelReleases(ReleaseKind):
         return None
 
     def _store_check_output(self, release: DesiredRelease, verdict: CheckResult) -> CheckResult:
-        """Copy the check's files into the model's folder. Return `verdict`, or a refusal if unusable."""
+        """Copy the check's files into the model's folder. Return `verdict`, or a refusal if one is unusable."""
         assert release.blob is not None
         folder, disk = self.folder / release.blob.sha256[:16], self._disk
         output_names = [MODEL] if disk.is_file(folder / SHARED) else []

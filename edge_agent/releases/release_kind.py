@@ -86,7 +86,7 @@ class ReleaseKind(Protocol):
         return True
 
     def unsupported_reason(self) -> str:
-        """Return why this device can never use such releases, in a few words, or ""."""
+        """Return in a few words why this device can never use such releases, or "" if it can."""
         return ""
 
     def check_memory_bytes(self, release: DesiredRelease) -> int:

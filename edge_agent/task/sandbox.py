@@ -139,7 +139,7 @@ def _restrict_network() -> bool:
 
 
 def _build_seccomp_program(calls: SystemCalls) -> list[bytes]:
-    """Return a seccomp filter that denies sockets, except Unix and Netlink, and the calls `calls.denied`."""
+    """Return a seccomp filter that denies `calls.denied` and sockets other than Unix and Netlink."""
     tests = [
         (LOAD, ARCHITECTURE_OFFSET, None),
         (EQUAL, calls.architecture, "next or refuse"),

@@ -257,10 +257,9 @@ def enable_gradients(model: nn.Module, hooks: Hooks) -> None:
 
 
 def freeze_statistics(model: nn.Module, hooks: Hooks) -> None:
-    """Set each module with buffers to evaluation mode, if no step trains a tensor of the module.
+    """Set each leaf module with buffers to evaluation mode, if no step trains a tensor of the module.
 
-    Frozen batch normalisation then keeps its statistics. Modules that contain modules keep their mode, and so do frozen
-    modules without buffers, such as dropout.
+    Frozen batch normalisation then keeps its statistics. Modules without buffers, such as dropout, keep their mode.
     """
     for path, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
@@ -275,7 +274,7 @@ def freeze_statistics(model: nn.Module, hooks: Hooks) -> None:
 
 
 def anchor_tensors(model: nn.Module, hooks: Hooks) -> Anchors:
-    """Return the method's anchors and the initial tensors as "start", or {} if no hook uses anchors."""
+    """Return the method's anchors and the initial tensors ("start"), or {} if no hook uses anchors."""
     if not hooks.correct_gradient and not any(step.penalty for step in hooks.steps):
         return {}
     model_state = traces.state_without_aliases(model)
@@ -286,7 +285,7 @@ def anchor_tensors(model: nn.Module, hooks: Hooks) -> Anchors:
 
 
 def build_anchors(start: Mapping[str, torch.Tensor], anchors: Mapping[str, Tensors], device: torch.device) -> Anchors:
-    """Return the anchors as tensors on a device, floats in 32 bits, with `start` under the name "start"."""
+    """Return the anchors as tensors on a device, floats in 32 bits, and `start` as the anchor "start"."""
     result = {"start": start}
     for anchor, arrays in anchors.items():
         tensors = {name: torch.tensor(array, device=device) for name, array in arrays.items()}
