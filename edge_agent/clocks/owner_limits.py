@@ -2,7 +2,7 @@
 
 The agent leaves out operating points beyond the limits. The clock helper, which alone can set clocks, refuses such
 points from any client. The owner's mode is never exceeded: no clock above its cap, no core that the mode turned off,
-and no other mode with more of either.
+and no other mode that permits either.
 """
 
 from __future__ import annotations

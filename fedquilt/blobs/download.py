@@ -295,9 +295,9 @@ class ContentError(LinkError): ...
 class BlobWriter:
     """Writer of the missing ranges of a blob to the blob's part file, for transfers outside the link.
 
-    Another thread may close the writer. A blob of which no chunk was stored before is hashed while it is written.
-    Chunks are compared with the manifest only if the sha256 of the blob does not match. With `to_end`, all bytes from
-    the first missing chunk to the end are one range, even if later chunks are stored already.
+    Another thread may close the writer. The sha256 of the blob is verified at the end, and its chunks only if the
+    sha256 differs. With `to_end`, all bytes from the first missing chunk on are one range, even if later chunks are
+    stored already.
     """
 
     def __init__(
