@@ -254,7 +254,7 @@ class ClockPin:
             raise ClockError(f"{overheat_reason}, clocks are pinned only up to {limit:g} C: cool the board")
 
     def _overheat_reason(self, hottest_c: float | None, limit: float) -> str | None:
-        """Return why the board is too hot to pin clocks, or None. Unreadable thermal zones are a reason."""
+        """Return why the board is too hot to pin clocks, or None. Unreadable thermal zones are a reason too."""
         if hottest_c is not None:
             return f"the hottest zone is at {hottest_c:g} C" if hottest_c > limit else None
         return "no thermal zone can be read" if sysfs.thermal_zone_files(self.root / "sys/class/thermal") else None

@@ -406,7 +406,7 @@ def restore_writes(
 
 
 def read_back(writes: Iterable[ControlWrite]) -> list[tuple[ControlWrite, str | None]]:
-    """Return the last write to each file and the present content of the file, or None if unreadable."""
+    """Return (last write, present content or None if unreadable) of each written file."""
     last_writes = {write.file: write for write in writes}
     return [(write, read_line(write.file)) for write in last_writes.values()]
 

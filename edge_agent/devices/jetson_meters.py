@@ -252,7 +252,7 @@ def connect_jtop(load: Callable[[str], Any] = importlib.import_module) -> JtopMe
 class JtopMeter:
     """Latest readings of a running `jtop` client, as a `fedquilt.core.Meter`.
 
-    Readings are instantaneous milliwatts. The "averages" of jtop are not averages and not used.
+    Readings are instantaneous milliwatts. The values that jtop calls "averages" are not averages and are not used.
     """
 
     coverage: Coverage = "board"

@@ -53,7 +53,7 @@ Numbers = Annotated[tuple[float, ...], Meta(max_length=64)]
 
 
 class CostLaw(WireMessage, frozen=True):
-    """Measurements of time or power, as the normal equations for the weights of the law."""
+    """Measurements of time or power, added up in the normal equations of a least-squares fit."""
 
     reference_point: OperatingPoint  # point of the first measurement, the unit of the columns
     reference_clocks: dict[ShortText, Amount]  # highest clocks of the board at the first measurement, by axis
@@ -273,8 +273,8 @@ def _add_measurement(
 ) -> CostLaw | None:
     """Return the law after a measurement, or None while the profile predicts exactly.
 
-    `values` are the predicted and the measured quantity. An outlier is ignored. A second outlier in a row, or the
-    first with `accept_outlier`, resets the law.
+    `values` are the profile's prediction and the measured value. An outlier is ignored. A second outlier in a row,
+    or the first with `accept_outlier`, resets the law.
     """
     predicted, measured = values
     if law is None and abs(measured / predicted - 1) < EXACT_TOLERANCE:

@@ -187,7 +187,7 @@ class BlobStore:
         self._verification_cache.forget()
 
     def discard_damaged(self, sha256: str) -> None:
-        """Make a damaged blob missing. Its file is kept for a day as `.damaged`."""
+        """Mark a damaged blob as missing. Its file is kept for a day as `.damaged`."""
         with self._report_disk_errors(f"rename the damaged blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.remove_blob(sha256)
