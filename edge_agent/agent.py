@@ -162,7 +162,7 @@ class Agent:
             self.publish_message("profile", self._profile, retain=True)
 
     def shut_down(self) -> None:
-        """Stop the current task, publish the offline presence and close the link. The outbox stays."""
+        """Stop the current task, publish the offline presence and close the link. The outbox is kept."""
         self.task_runner.stop()
         self.releases.stop()
         self._publish_presence(online=False)
@@ -414,7 +414,7 @@ class Agent:
         )
 
     def _is_disk_full(self, now_s: float) -> bool | None:
-        """Return whether the disk still lacks room, or None if no task has failed for lack of room."""
+        """Return whether the disk still has too little room, or None if no task has failed for that reason."""
         if self._free_bytes_at_failure is None:
             return None
         self._disk_full_s = now_s if self._disk_full_s is None else self._disk_full_s

@@ -121,10 +121,10 @@ class AgentState:
     def load_outbox(self) -> tuple[dict[Key, tuple[Update, bool]], dict[str, CountedRound]]:
         """Load the updates to submit and the last counted round of each job.
 
-        Damaged and counted entries are deleted, and so is the output of an interrupted task.
+        Entries that are damaged or already counted are deleted, and so is the output of an interrupted task.
 
         Returns:
-            Updates by job and round, each with whether it has private state, and counted rounds by job.
+            (update, whether it has private state) by job and round, and the last counted round by job.
         """
         if self.durable:
             self.blob_store.open_as_owner()
@@ -172,7 +172,7 @@ class AgentState:
     # -- one task --
 
     def empty_output(self) -> Path:
-        """Empty the output folder for the next task and return the folder, which may not exist yet."""
+        """Empty the output folder for the next task and return its path. The folder may not exist yet."""
         if not self.durable:
             self._remove_quietly(self._output_folder)
             return self._output_folder
@@ -184,7 +184,7 @@ class AgentState:
     def cache_folder(self, job: str) -> Path:
         """Return the cache folder of a job, after deleting those of other jobs.
 
-        The folder is valid for this boot of the machine only, so that its files need no sync.
+        The folder is not used after a reboot of the machine, so its files need no sync.
         """
         folder = self._cache_root / f"{job}@{_boot_id()}"
         if self._current_cache == folder and (not self.durable or self._disk.is_dir(folder)):
@@ -274,7 +274,7 @@ class AgentState:
             self._disk.unlink(folder)
 
     def _remove_quietly(self, path: Path) -> None:
-        """Remove a file or folder as far as possible. The output folder itself stays."""
+        """Remove a file or folder, and ignore errors. The output folder is only emptied."""
         with suppress(OSError):
             if path == self._output_folder and self._disk.is_dir(path):
                 self._disk.clear_folder(path)
@@ -454,11 +454,10 @@ class JobRecords:
         return {job: CountedRound(entry.round, entry.epoch) for job, entry in self._jobs.items()}
 
     def find_private_state(self, job: str, counted_round: int | None) -> PrivateState:
-        """Return the private state from which a task of a job starts.
+        """Return the private state after the counted round, from which a task of a job starts.
 
-        Returns:
-            The state. `lost_reason` is set if the stored state is unusable, `unknown_reason` if the counted round is
-            unknown here.
+        The result is empty if the job has none. `lost_reason` is set if that state is missing, and `unknown_reason` if
+        this device has no record of the counted round.
         """
         entry = self._jobs.get(job)
         if entry is None:

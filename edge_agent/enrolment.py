@@ -65,7 +65,7 @@ Post = Callable[[str, CredentialPaths, str, SigningRequest, bool], SigningRespon
 
 
 def select_step(validity: CertificateValidity | None, has_token: bool, time: datetime.datetime) -> Step | None:
-    """Return the enrolment step due, or None if none is possible. A token always means "enrol"."""
+    """Return the enrolment step due, or None if none is possible. With a token the step is always "enrol"."""
     if has_token:
         return "enrol"
     if validity is None or time >= validity.ends:
@@ -149,7 +149,7 @@ def enrol_with_retries(
 
 
 def load_or_create_key(files: CredentialPaths) -> ec.EllipticCurvePrivateKey:
-    """Return the device's private key, which is created if missing, readable by its owner only."""
+    """Return the device's private key. A missing key is created, readable by its owner only."""
     with disk.disk_errors(f"look for {files.key}"):  # an unreadable key may still exist
         has_key = files.key.exists()
     if not has_key:

@@ -61,7 +61,7 @@ class RunnerStatusReader:
 
     @property
     def unchanged_s(self) -> float:
-        """Seconds since a call of `read_status` found the file changed."""
+        """Seconds since `read_status` last found the file changed."""
         return self._clock() - self._changed_s
 
     @staticmethod

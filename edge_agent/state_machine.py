@@ -68,7 +68,7 @@ class TaskFailed(msgspec.Struct, frozen=True):
 
 
 class UpdateAcked(msgspec.Struct, frozen=True):
-    """Final answer to an update, which is counted or rejected. The outbox drops the update."""
+    """Coordinator's final answer to an update, counted or rejected. The update then leaves the outbox."""
 
     key: Key
     accepted: bool
@@ -305,7 +305,7 @@ def decline_reason(state: DeviceState, task: Task, reading: Reading) -> tuple[Re
 
 
 def plan_limit_bytes(state: DeviceState, task: Task) -> int:
-    """Return the bytes that the engine may plan to use, corrected by the peaks of earlier such tasks."""
+    """Return the bytes that the engine may plan to use, reduced if earlier tasks exceeded predictions."""
     base = memory_budget.engine_base_bytes(task.engine, state.base_bytes)
     return _memory_margin(state, task).plan_limit_bytes(state.capabilities.budget_bytes, base)
 
@@ -359,7 +359,7 @@ def _decline_task(state: DeviceState, task: Task, code: RefusalCode, reason: str
 
 
 def _handle_cancellation(state: DeviceState) -> Step:
-    """Stop the task and decline it, because any client of the broker can clear the task's topic."""
+    """Stop the task, and decline it in case another client of the broker has cleared its topic."""
     claims: tuple[Action, ...] = ()
     if state.open_task is not None:
         reason = "the task's topic was cleared by the coordinator or another client of the broker"
@@ -371,8 +371,8 @@ def _handle_cancellation(state: DeviceState) -> Step:
 def upload_reserve_s(state: DeviceState, now_s: float) -> float:
     """Return the seconds before the current task's deadline that are reserved for its upload.
 
-    This is the median of the job's latest uploads or, before the first, the time since the task arrived if blobs had
-    to be fetched. At most half of the remaining time is reserved, and none without a task or deadline.
+    The reserve is the median time of the job's latest uploads. Before the first upload, the time since the task arrived
+    is used if blobs had to be fetched. At most half of the remaining time is reserved.
     """
     open_task = state.open_task
     if open_task is None or not math.isfinite(open_task.due_s):

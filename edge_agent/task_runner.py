@@ -137,7 +137,7 @@ class TaskRunner:
         return self.state.open_task is not None and self.state.open_task.is_running
 
     def set_task_pause(self, is_paused: bool, now_s: float) -> None:
-        """Start no task while `is_paused`, and kill the idle worker to free memory."""
+        """Pause or resume the start of tasks. A pause kills the idle worker to free memory."""
         if is_paused and not self.is_task_running:
             self._worker.kill()
         self.handle_event(TaskPauseChanged(is_paused), now_s)

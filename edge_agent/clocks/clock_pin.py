@@ -45,8 +45,8 @@ class ClockPin:
         state: Folder of the journal, which must survive a restart of the board as power modes do.
         max_temperature_c: Degrees Celsius above which nothing is pinned.
         max_w: Watts above which no point is pinned, or None for no limit.
-        power_of_point: Function that returns the watts of a point, or None if unknown. By default, the client's
-            `busy_w`.
+        power_of_point: Function that returns the watts of a point, or None if unknown. By default, the
+            `busy_w` that the client sends with the point.
         write_file: Function that writes a value to a kernel file.
         nvpmodel: Function that runs nvpmodel with arguments and returns its output or None. By default, the board's
             program.
@@ -164,7 +164,7 @@ class ClockPin:
         return mode_name or controls.read_mode_name(self.root)
 
     def owner_mode(self) -> str | None:
-        """Return the power mode set by the owner, also while pinning has set another, or None if unknown."""
+        """Return the owner's power mode, even while pinned clocks use another one, or None if unknown."""
         return self.current_mode() if self._saved is None or self._pinned_mode is None else self._saved.mode
 
     def control_limits(self, clock_controls: ClockControls, owner: str | None) -> owner_limits.ControlLimits:
@@ -254,7 +254,7 @@ class ClockPin:
             raise ClockError(f"{overheat_reason}, clocks are pinned only up to {limit:g} C: cool the board")
 
     def _overheat_reason(self, hottest_c: float | None, limit: float) -> str | None:
-        """Return why the board is too hot to pin clocks, or None. Unreadable thermal zones are a reason."""
+        """Return why the board is too hot to pin clocks, or None. Unreadable thermal zones are a reason too."""
         if hottest_c is not None:
             return f"the hottest zone is at {hottest_c:g} C" if hottest_c > limit else None
         return "no thermal zone can be read" if sysfs.thermal_zone_files(self.root / "sys/class/thermal") else None
@@ -319,7 +319,7 @@ class ClockPin:
         return failures
 
     def _set_mode(self, clock_controls: ClockControls, name: str | None, repeat: bool = False) -> bool:
-        """Set a mode with nvpmodel unless the mode is set already. Return whether nvpmodel was called."""
+        """Set a mode with nvpmodel, if it is not set or with `repeat`. Return whether nvpmodel was called."""
         mode = None if name is None else clock_controls.find_mode(name)
         if mode is None:
             return False

@@ -63,8 +63,8 @@ class PowerMode:
 def read_modes(root: Path) -> tuple[PowerMode, ...]:
     """Return the modes in the order of the catalogue, or () without a catalogue.
 
-    Lines are `< PARAM TYPE=CLOCK NAME=GPU >` with `MAX_FREQ path`, and `< POWER_MODEL ID=1 NAME=MAXQ >` with
-    `PARAMETER ARGUMENT value`.
+    Sections are `< PARAM TYPE=CLOCK NAME=GPU >` with lines `MAX_FREQ path`, and `< POWER_MODEL ID=1 NAME=MAXQ >` with
+    lines `PARAMETER ARGUMENT value`.
     """
     text = sysfs.read_text(root / CONF)
     return () if text is None else _parse_modes(root, text)
@@ -199,7 +199,7 @@ class ClockControl:
         return "the board lists no frequencies of this clock, so leave the clock out"
 
     def limit_writes(self, value: int, *, low: int | None = None) -> list[ControlWrite]:
-        """Return the writes that set the upper limit to `value`, and the lower limit to `low` or `value`."""
+        """Return the writes that set the upper limit to `value` and the lower to `low` (default: `value`)."""
         writes = []
         if self.low is not None:
             writes.append(ControlWrite(self, self.low, min(self.listed_values[0], value if low is None else low)))
@@ -220,7 +220,7 @@ class ControlWrite:
         return f"write {self.value} to {self.file} ({self.control.name})"
 
     def is_applied(self, value: str | None) -> bool:
-        """Return whether `value`, read from the file, is the written one. Memory clocks may be rounded up."""
+        """Return whether the value read back matches the written one. Memory clocks may be rounded up."""
         if value == str(self.value):
             return True
         if self.control.kind != "emc" or self.file not in (self.control.rate, self.control.high):
@@ -251,7 +251,7 @@ class ClockControls:
         return BoardControlState(mode=mode, controls=tuple(control.read_state() for control in self.controls))
 
     def find_mode(self, name: str | None) -> PowerMode | None:
-        """Return a mode by name, whatever its capitals, blanks and prefix MODE_, or None."""
+        """Return the mode of this name, or None. Capitals, blanks and the prefix MODE_ are ignored."""
         return next((mode for mode in self.modes if is_same_mode(mode.name, name)), None)
 
 
@@ -259,7 +259,7 @@ class ClockControls:
 
 
 def discover_controls(root: Path = Path("/")) -> ClockControls:
-    """Return the controls below `root`. Those without listed frequencies cannot be pinned."""
+    """Return the clock controls below `root`. Clocks without listed frequencies cannot be pinned."""
     modes = read_modes(root)
     return ClockControls((*_cpu_controls(root), *_devfreq_controls(root), *_emc_controls(root, modes)), modes)
 
@@ -406,7 +406,7 @@ def restore_writes(
 
 
 def read_back(writes: Iterable[ControlWrite]) -> list[tuple[ControlWrite, str | None]]:
-    """Return the last write to each file, with the present content of the file, or None if unreadable."""
+    """Return (last write, present content or None if unreadable) of each written file."""
     last_writes = {write.file: write for write in writes}
     return [(write, read_line(write.file)) for write in last_writes.values()]
 

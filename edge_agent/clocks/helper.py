@@ -1,10 +1,10 @@
 """Clock helper, the only part of fedquilt that runs as root.
 
 The helper sets clocks for one client at a time, and only to frequencies that the board lists and its owner permits by
-the power mode and [governor] max_w (`fedquilt.edge_agent.clocks.owner_limits`). The helper restores the
-board's settings when the client unpins, disconnects, ends or is silent beyond the watchdog's time, when the board is
-too hot or its power mode changes, when the helper stops, and at its next start after a kill
-(`fedquilt.edge_agent.clocks.clock_pin`). There are no threads: one `step` runs at a time.
+the power mode and [governor] max_w (`fedquilt.edge_agent.clocks.owner_limits`). The board's settings are restored when
+the client unpins, disconnects or is silent for too long. They are also restored when the board is too hot, its power
+mode changes or the helper stops. After a kill, the next start restores them (`fedquilt.edge_agent.clocks.clock_pin`).
+There are no threads: one `step` runs at a time.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class ClockHelper:
         self._record_failures(self._clock_pin.restore())
 
     def _record_loss(self, reason: str | None) -> None:
-        """Record that the client's clocks were unpinned. `reason` is logged and answers its next keepalive."""
+        """Log why the clocks were unpinned, and keep the reason for the client's next keepalive."""
         if reason is not None:
             log.warning("%s", reason)
         if self._holder is not None:

@@ -1,8 +1,8 @@
-"""Limits set by the owner of a board: power mode, limits written by hand, watts and degrees.
+"""Limits set by the owner of a board: power mode, clock limits, watts and degrees.
 
 The agent leaves out operating points beyond the limits. The clock helper, which alone can set clocks, refuses such
 points from any client. The owner's mode is never exceeded: no clock above its cap, no core that the mode turned off,
-and no other mode with more of either.
+and no other mode that permits either.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AXIS_OF_KIND: tuple[tuple[Kind, str], ...] = (("cpu", "cpu_hz"), ("gpu", "gpu_hz
 def control_limits(
     clock_controls: ClockControls, mode: PowerMode | None, earlier_limits: Mapping[str, int | None] | None = None
 ) -> ControlLimits:
-    """Return the highest permitted value of each limited control, from the mode and earlier limits.
+    """Return the highest permitted value of each limited control, by the mode and `earlier_limits`.
 
     A cap between two listed values permits the lower value, or the higher value if at most 1 % above the cap, because
     NVIDIA rounds its caps (850 MHz for 854.25). No clock can be below its lowest listed value.
@@ -72,9 +72,9 @@ def find_tighter_limit(clock_controls: ClockControls, left: ControlLimits, right
 
 
 def is_mode_within(outer: PowerMode | None, inner: PowerMode) -> bool:
-    """Return whether the mode `inner` has no additional core and no higher cap than the mode `outer`.
+    """Return whether mode `inner` enables no more cores and no higher clocks than mode `outer`.
 
-    The result is False if `outer` is None, an unknown mode.
+    The result is False if `outer` is unknown (None).
     """
     if outer is None or not outer.offline_cores <= inner.offline_cores:
         return False

@@ -116,7 +116,7 @@ class StuckRailCheck:
         self._readings: list[tuple[float, float]] = []  # (total, sum of its parts)
 
     def check_reading(self, total_w: float, parts_w: float) -> str | None:
-        """Record a total and the sum of its parts. Return a sentence if the total is stuck, or None."""
+        """Record a total and the sum of its parts. Return a sentence if only the parts change, or None."""
         if self._readings and total_w != self._readings[-1][0]:
             self._readings.clear()
         self._readings = [*self._readings[1 - WINDOW :], (total_w, parts_w)]
@@ -252,7 +252,7 @@ def connect_jtop(load: Callable[[str], Any] = importlib.import_module) -> JtopMe
 class JtopMeter:
     """Latest readings of a running `jtop` client, as a `fedquilt.core.Meter`.
 
-    Readings are instantaneous milliwatts. The "averages" of jtop are not averages and not used.
+    Readings are instantaneous milliwatts. The values that jtop calls "averages" are not averages and are not used.
     """
 
     coverage: Coverage = "board"

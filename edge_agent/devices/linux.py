@@ -78,7 +78,7 @@ def _detect_rail_meter(root: Path, profile: profiles.BoardProfile | None) -> Met
 
 
 class LinuxDevice:
-    """Host described by its own files, for use in one thread only.
+    """Linux host, described by its files in /proc and /sys. For use in one thread only.
 
     Args:
         root: Folder of `proc` and `sys`, "/" except for tests and containers.
@@ -129,11 +129,10 @@ class LinuxDevice:
         ]
 
     def read_sensors(self, now_s: float) -> Reading:
-        """Read all sensors. Also send the keepalive of pinned clocks, and follow changes of the power mode.
+        """Read all sensors, keep pinned clocks alive and follow changes of the power mode.
 
-        Call at least every few seconds with pinned clocks, and more often than RAPL's counters wrap, some minutes at
-        full load. Energy and power come from the meter with the widest coverage that responds: batteries if they alone
-        feed the board, a meter of the whole board, else RAPL.
+        Call this every few seconds, because pinned clocks expire and RAPL's counters wrap. Energy and power come from
+        the responding meter with the widest coverage: discharging batteries, a meter of the whole board, else RAPL.
         """
         self._send_keepalive(now_s)
         self._update_points_after_mode_change(now_s)
@@ -296,11 +295,10 @@ def common_frequencies(clocks: Iterable[controls.ClockControl | ClockState]) -> 
 
 
 def fit_points(profile: profiles.BoardProfile, frequencies: Lists) -> tuple[OperatingPoint, ...]:
-    """Return the operating points of a profile that this board supports: modes first, then the grid.
+    """Return the profile's operating points that this board supports: modes first, then the grid.
 
-    A mode is at the highest listed frequencies up to the mode's caps. The grid is computed by the profile's model for
-    this board's clocks, if they are as high as those of the profile. A clock without a list is left out of the points
-    and stays as the board sets it. Points without any clock are kept.
+    Clocks are set to this board's listed frequencies. Clocks without a list stay as the board sets them. The grid is
+    left out if the board's highest clocks differ from the profile's.
     """
     modes = {mode.name for mode in profile.points}
     modes_at_caps = [_point_at_caps(point, frequencies) for point in profile.operating_points() if point.name in modes]
@@ -348,7 +346,7 @@ def _point_at_caps(point: OperatingPoint, frequencies: Lists) -> OperatingPoint 
 
 
 def _grid_points(profile: profiles.BoardProfile, frequencies: Lists) -> tuple[OperatingPoint, ...]:
-    """Return the profile's grid on this board's clocks, or () if the highest clocks differ."""
+    """Return the profile's grid at this board's frequencies, or () if the highest frequencies differ."""
     # Without equal highest clocks the model of the profile is not valid for the board, which then has no grid.
     highest_clocks = profile.highest_clocks()
     for axis, hz in highest_clocks.items():

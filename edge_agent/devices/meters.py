@@ -42,9 +42,8 @@ SILENCE_TIMEOUT_S: Final = 10.0  # time without a value after which a meter of n
 class WidestRangeMeter:
     """Meter that combines several meters and reports the power of the one with the widest coverage.
 
-    Only meters with a value count. A meter of the board precedes a meter of the processor, and the first of several
-    equals is used. The power of a rail's meter is listed among the rails and never used for the board. All meters are
-    read each time, because counters wrap. A meter that fails or is slow is reported once.
+    A meter of the board precedes one of the processor. A meter of a single rail only adds to the rails. All meters are
+    read each time, because counters wrap.
     """
 
     def __init__(self, meters: Iterable[Meter], clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,8 +56,8 @@ class WidestRangeMeter:
     def read(self, now_s: float) -> Power:
         """Return the power of the widest-coverage meter with a value, and the rails of all meters.
 
-        The total is None if a meter of wider coverage had a value recently, because another meter's value would be for
-        a smaller part of the board.
+        After a failure of the widest meter the total is None for a while, because the next meter covers a smaller part
+        of the board.
         """
         widest: Power | None = None
         rails_w: dict[str, float] = {}
@@ -76,7 +75,7 @@ class WidestRangeMeter:
         return Power(reading.total_w, reading.source, rails_w, reading.energy_j)
 
     def _read_meter(self, index: int, meter: Meter, now_s: float) -> Power:
-        """Return the plausible values of a meter, or an empty reading after an error, which is logged once."""
+        """Return the plausible values of a meter, or none after an error. Each meter's error is logged once."""
         try:
             started_s = self._clock()
             power = meter.read(now_s)
@@ -255,7 +254,7 @@ class EnergyCounter:
         self._total_uj = 0
 
     def read_total_j(self) -> float | None:
-        """Return the energy since the first reading, or None if unreadable or wrapped with an unknown range."""
+        """Return the energy since the first reading, or None if unreadable or wrapped at an unknown maximum."""
         value_uj = sysfs.read_int(self._file)
         if value_uj is None or self._last_uj is None:
             return None

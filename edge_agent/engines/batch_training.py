@@ -89,7 +89,7 @@ class BatchTrainer(ABC):
 
     @abstractmethod
     def _train_batch(self, calls: Sequence[TrainCall]) -> Sequence[Trained | Exception]:
-        """Train calls of one kind in one pass. After any exception they are trained one by one."""
+        """Train calls of one kind in one pass. If this raises, the caller trains them one by one."""
 
 
 class BatchedNumpyEngine(BatchTrainer, NumpyEngine):

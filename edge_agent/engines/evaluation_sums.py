@@ -39,8 +39,8 @@ MIN_GAIN: Final = 1.0  # standard errors by which the correction must improve th
 def compute_log_ratios(prior: ClassPrior, outputs: int) -> np.ndarray:
     """Return log(device share / model share) of each class, (outputs,), from the class frequencies.
 
-    The device's counts are smoothed by as many examples as there are classes, in the model's shares. All logs are 0 if
-    chance explains the device's counts (G-test), as on IID shares.
+    First, `outputs` examples distributed by the model's shares are added to the device's counts. All logs are 0 if the
+    counts deviate from these shares only by chance (G-test).
     """
     shares = np.asarray(prior.shares or np.full(outputs, 1 / outputs), np.float64)
     counts = np.bincount(prior.labels.astype(np.int64), minlength=outputs)[:outputs]

@@ -3,7 +3,7 @@
 The provider is TensorRT, CUDA or the CPU, whichever works first.
 
 All providers compute in 32 bits, so that scores are comparable between devices: TensorRT uses neither float16 nor int8,
-and NVIDIA's libraries do not use TF32, whose products have ten bits. A provider that cannot create a session is
+and NVIDIA's libraries do not use TF32, which keeps ten bits of each factor. A provider that cannot create a session is
 disabled for the rest of the process and reported once. The runtime's own fall-back is off, because it writes to stdout
 and ignores memory limits.
 

@@ -47,7 +47,7 @@ def is_out_of_memory_text(text: str) -> bool:
 
 
 def is_gpu_failure_text(text: str) -> bool:
-    """Return whether an error text reports a GPU failure, which a process does not survive."""
+    """Return whether an error text reports a GPU failure. Only a new process can use the GPU afterwards."""
     text = text.lower()
     return any(sign in text for sign in GPU_FAILED)
 

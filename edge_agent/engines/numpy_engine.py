@@ -136,7 +136,7 @@ class NumpyEngine:
 
 
 class NumpyOptimizer:
-    """Optimizer that corrects, clips and decays gradients and then steps, in the memory of the model."""
+    """Optimizer that corrects and clips gradients, adds weight decay and updates the model in place."""
 
     def __init__(self, mlp: MlpTable, model: dict[str, np.ndarray], fit: Fit, hooks: Hooks) -> None:
         self._model, self._fit, self._correct = model, fit, hooks.correct_gradient

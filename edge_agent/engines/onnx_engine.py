@@ -97,7 +97,7 @@ class OnnxEngine:
 
     @property
     def note(self) -> str:
-        """Pending message for the device's owner, which its reader resets to ""."""
+        """Message for the device's owner, or "". Its reader resets it to ""."""
         return self._providers.note
 
     @note.setter
@@ -176,8 +176,8 @@ class OnnxEngine:
     def make_room(self, size_bytes: int, needed_graph: Path | None = None, in_use: int = 0) -> None:
         """Close sessions, the longest unused first, until `size_bytes` more bytes fit. Keep `needed_graph`.
 
-        Freed memory is returned to the system if the engine has little memory, or if over half would be in use and the
-        bytes do not fit otherwise. `in_use` is the part of `size_bytes` that is allocated already.
+        `in_use` is the part of `size_bytes` that is already allocated. Freed memory returns to the system if the budget
+        is small or would be exceeded otherwise.
         """
         session_bytes = sum(loaded.plan.session_bytes for loaded in self._graphs.values())
         for unused_graph in [path for path in self._graphs if path != needed_graph]:

@@ -1,6 +1,6 @@
 """Choice of the operating point of a task, by energy and deadline. Pure functions.
 
-Points are compared by the energy of the whole board until the deadline,
+Points are compared by the energy of the whole board until the deadline, with t as the duration of the work,
 
     E(point) = busy_w * t + idle_w * (deadline - t)
 
@@ -110,10 +110,10 @@ def choose_operating_point(
     idle_w: float | None = None,
     learned_model: LearnedModel = LearnedModel(),
 ) -> OperatingPoint | None:
-    """Return the operating point to pin, the fastest if none is in time.
+    """Return the operating point to pin, or None to leave the clocks to the board.
 
-    The result is None if the board should set its clocks: by policy, without a predicted duration or, for "energy",
-    without a known power.
+    The fastest point is returned if none meets the deadline. The result is None for the policy "board", or if the times
+    or powers that the policy needs are unknown.
     """
     forecasts = forecast_points(governor.points_within_max_w(points), work, learned_model)
     if governor.max_w is not None:
@@ -165,7 +165,7 @@ def choose_faster_point(
 ) -> OperatingPoint | None:
     """Return a faster point for a task that would miss its deadline, or None to keep the present point.
 
-    The present segment counts at once, even if it is unlike all earlier tasks, because the work may be new.
+    `segment` updates the learned costs even if it is unlike all earlier tasks, because the work may be new.
     """
     if (
         governor.policy not in ("energy", "paper")

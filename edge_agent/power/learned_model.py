@@ -53,7 +53,7 @@ Numbers = Annotated[tuple[float, ...], Meta(max_length=64)]
 
 
 class CostLaw(WireMessage, frozen=True):
-    """Measurements of time or power, as the normal equations for the weights of the law."""
+    """Measurements of time or power, added up in the normal equations of a least-squares fit."""
 
     reference_point: OperatingPoint  # point of the first measurement, the unit of the columns
     reference_clocks: dict[ShortText, Amount]  # highest clocks of the board at the first measurement, by axis
@@ -70,7 +70,7 @@ class LatestTask(WireMessage, frozen=True):
 
 
 class LearnedModel(WireMessage, frozen=True):
-    """Learned time and power of one engine and workload. A law is None while the profile is exact."""
+    """Learned time and power of one engine and workload. A law is None while the profile is accurate."""
 
     time: CostLaw | None = None
     power: CostLaw | None = None
@@ -156,7 +156,7 @@ def learn_segment(learned_model: LearnedModel, segment: TaskSegment, *, accept_o
 
 
 def _time_columns(law: CostLaw, work: WorkEstimate) -> Callable[[OperatingPoint], list[float] | None]:
-    """Return a function from a point to the columns of the time law, or None if no time is predictable."""
+    """Return a function from a point to the time law's columns, or to None for an unpredictable time."""
     reference_s, unit_clocks = cost_model.work_seconds(work, law.reference_point), clocks_by_axis(law.reference_point)
     if reference_s is None:
         return lambda point: None
@@ -188,7 +188,7 @@ def _power_columns(
 
 
 def clocks_by_axis(point: OperatingPoint) -> dict[str, float]:
-    """Return the clocks of a point in hertz, by axis, without unpinned clocks."""
+    """Return the clocks in hertz that a point sets, by axis."""
     return {axis: hz for axis in AXES if (hz := getattr(point, axis))}
 
 
@@ -200,7 +200,7 @@ def highest_clocks(points: Sequence[OperatingPoint]) -> dict[str, float]:
 
 
 def _relative_clocks(unit_clocks: Mapping[str, float], point: OperatingPoint, axes: Sequence[str]) -> list[float]:
-    """Return the point's clocks over `unit_clocks`: 1 if the point sets none, 0 if `unit_clocks` has none."""
+    """Return each clock as a multiple of `unit_clocks`: 1 if the point sets none, 0 without a unit clock."""
     point_clocks = clocks_by_axis(point)
     return [
         point_clocks.get(axis, unit_clocks[axis]) / unit_clocks[axis] if axis in unit_clocks else 0.0 for axis in axes
@@ -273,8 +273,8 @@ def _add_measurement(
 ) -> CostLaw | None:
     """Return the law after a measurement, or None while the profile predicts exactly.
 
-    `values` are the predicted and the measured quantity. An outlier is ignored. A second outlier in a row, or the
-    first with `accept_outlier`, resets the law.
+    `values` are the profile's prediction and the measured value. An outlier is ignored. A second outlier in a row,
+    or the first with `accept_outlier`, resets the law.
     """
     predicted, measured = values
     if law is None and abs(measured / predicted - 1) < EXACT_TOLERANCE:

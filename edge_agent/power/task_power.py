@@ -275,7 +275,7 @@ class TaskPowerManager:
                 self._choose_and_pin_point(now_s)  # the owner may have changed the mode since the points were read
 
     def report_progress(self, fraction: float, now_s: float) -> None:
-        """Record the done fraction of the work, and pin a faster point if the task would miss its deadline."""
+        """Record the completed fraction of the work. Pin a faster point if the task would miss its deadline."""
         if self._account is None or not self._fraction_done <= fraction <= 1:
             return
         self._fraction_done = fraction

@@ -62,7 +62,7 @@ def exceeded_limit(limits: ReleaseLimits, metrics: dict[str, float]) -> str:
 
 
 def accuracy_loss_reason(min_gain: float | None, previous: RunnerStatus | None, current: RunnerStatus) -> str:
-    """Return why labelled answers show that the gain in accuracy is below `min_gain`, or ""."""
+    """Return a sentence if labelled answers show a gain in accuracy below `min_gain`, else ""."""
     if min_gain is None or previous is None or previous.accuracy is None or current.accuracy is None:
         return ""
     gain = current.accuracy - previous.accuracy
@@ -76,7 +76,7 @@ def accuracy_loss_reason(min_gain: float | None, previous: RunnerStatus | None, 
 
 
 def needs_more_labels(min_gain: float | None, previous: RunnerStatus | None, current: RunnerStatus) -> bool:
-    """Return whether the accuracy limit is undecided until the runner has more labelled answers."""
+    """Return whether the accuracy limit can only be decided with more labelled answers."""
     if min_gain is None or previous is None or previous.accuracy is None:
         return False
     if current.accuracy is None:

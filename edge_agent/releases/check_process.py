@@ -389,7 +389,7 @@ def assemble_network(
 ) -> str:
     """Write the ONNX file `model` from shared parts and this device's private state.
 
-    Return a note if private state is missing and the network is that of a new device, else "".
+    If private state is missing, the network is that of a new device. Return a note about this, or "".
     """
     task = personal_models.read_task(Path(files.shared))
     if task is None:

@@ -276,7 +276,7 @@ class ModelReleases(ReleaseKind):
         return None
 
     def _store_check_output(self, release: DesiredRelease, verdict: CheckResult) -> CheckResult:
-        """Copy the check's files into the model's folder. Return `verdict`, or a refusal if unusable."""
+        """Copy the check's files into the model's folder. Return `verdict`, or a refusal if one is unusable."""
         assert release.blob is not None
         folder, disk = self.folder / release.blob.sha256[:16], self._disk
         output_names = [MODEL] if disk.is_file(folder / SHARED) else []
@@ -348,7 +348,7 @@ class ModelReleases(ReleaseKind):
         return not self._hook.is_running and self._is_runner_up_to_date() and not self._awaits_labels()
 
     def _is_runner_up_to_date(self) -> bool:
-        """Return whether the runner serves the model in use, is inactive or took too long to load the model."""
+        """Return whether the wait for the runner is over: model served, load time exceeded, or no runner."""
         status, model_sha256 = self.runner.read_status(), self._served_sha256()
         if status is None or not model_sha256:
             return True

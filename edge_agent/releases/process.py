@@ -55,7 +55,7 @@ class ReleaseProcess:
                 self.process.stdin.close()
 
     def poll(self) -> ProcessEnd | None:
-        """Return how the command ended, once, or None while it runs. Kill a command beyond its time limit."""
+        """Return the command's end once, else None. Kill a command that exceeds its time limit."""
         if self.process is None or ((code := self.process.poll()) is None and self._clock() < self._end_s):
             return None
         end = ProcessEnd(code, self._last_line())
@@ -98,7 +98,7 @@ class ReleaseHook:
 
     @property
     def is_running(self) -> bool:
-        """Whether the command still runs. Reading this property kills a command beyond its time limit."""
+        """Whether the command still runs. Reading this property kills a command that exceeds its time limit."""
         if (end := self._process.poll()) is not None and end.code != 0:
             if end.code is None:
                 ending = f"was stopped after {HOOK_S:g} s"

@@ -41,7 +41,7 @@ class ReleaseKind(Protocol):
         After a kill during the soak, this is called again for the release in use, and a hook runs once more.
 
         Raises:
-            StoreError: If the change cannot be written. The release before stays in use.
+            StoreError: If the change cannot be written. The earlier release stays in use.
         """
         ...
 
@@ -64,8 +64,8 @@ class ReleaseKind(Protocol):
     def unhealthy_reason(self) -> str:
         """Return why the release in use is unhealthy, or "".
 
-        This is called while a release soaks, and at the start of an agent that had recorded an activation. If something
-        outside the agent has rolled that release back, the result is the reason.
+        This is called during the soak, and at the agent's start after an activation. A roll-back outside the agent is a
+        reason too.
         """
         return ""
 
@@ -86,7 +86,7 @@ class ReleaseKind(Protocol):
         return True
 
     def unsupported_reason(self) -> str:
-        """Return why this device can never use such releases, in a few words, or ""."""
+        """Return in a few words why this device can never use such releases, or "" if it can."""
         return ""
 
     def check_memory_bytes(self, release: DesiredRelease) -> int:

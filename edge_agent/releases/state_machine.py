@@ -175,7 +175,7 @@ def release_status_message(state: ReleaseState, current_sha256: str) -> ReleaseS
 
 
 def advance(state: ReleaseState, event: Event, now_s: float) -> Step:
-    """Return the next state and the actions to carry out in order, once `record` is on disk."""
+    """Return the next state, and the actions to carry out in order once its record is on disk."""
     if isinstance(event, ReleaseReceived):
         return _handle_release(state, event, now_s)
     record = state.record
@@ -281,7 +281,7 @@ def _handle_cancellation(state: ReleaseState, record: ReleaseRecord) -> Step:
 def _resume_release(state: ReleaseState, record: ReleaseRecord, event: ProcessStarted, now_s: float) -> Step:
     """Continue the recorded step of a release after a restart of the process.
 
-    A release in use that the new process does not run, or whose start has failed, ends as "returned".
+    A release in use ends as "returned" if the new process does not run it, or if its start has failed.
     """
     blob = record.release.blob
     is_running = blob is None or event.current_sha256 == blob.sha256

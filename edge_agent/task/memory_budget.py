@@ -86,9 +86,9 @@ def memory_shortage(
     measured: Mapping[str, int],
     margin: MemoryMargin = MemoryMargin(),
 ) -> tuple[RefusalCode, str] | None:
-    """Return code and reason if work does not fit even in its smallest steps, or None if it fits.
+    """Return why the work does not fit in memory, as code and text, or None if it fits.
 
-    The code is "budget" if the work never fits this device, "memory" if the work fits after memory is freed.
+    The code is "budget" if the work never fits this device, and "memory" if it fits after memory is freed.
     """
     base_bytes = minimum_task_bytes(engine, measured)
     factor = max(STEP_FACTOR**margin.reduction_steps, margin.ratio)

@@ -42,7 +42,7 @@ class ChildProcess:
     """Process that reads requests from stdin and writes events to stdout.
 
     The command gets the id of this process as last argument. The constructor raises OSError if the process cannot be
-    started. The functions count out-of-memory kills of the machine and of the task's group, or return None if unknown.
+    started. The two functions count out-of-memory kills, in the machine and in the task's group, or return None.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ChildProcess:
         return resident_bytes
 
     def explain_end(self) -> WorkResult:
-        """Return a failed result with the most likely cause of the end. Wait at most a second for the end."""
+        """Return a failed result with the most likely cause of the process's end. Wait for the end up to 1 s."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
         status = self._process.poll()
@@ -195,7 +195,7 @@ class ChildProcess:
 
 
 def _read_available(pipe: IO[bytes] | None) -> tuple[IO[bytes] | None, bytes]:
-    """Read about MAX_LINE_BYTES without blocking. Return the pipe, None at its end, and the bytes."""
+    """Read about MAX_LINE_BYTES without blocking. Return (pipe, or None at its end, and the bytes)."""
     parts: list[bytes] = []
     while pipe is not None and sum(map(len, parts)) <= MAX_LINE_BYTES:
         part = pipe.read(65536)

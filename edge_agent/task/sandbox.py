@@ -79,7 +79,7 @@ def enter_sandbox(private: Path) -> None:
 def apply_restrictions(writable: Iterable[Path]) -> tuple[str, ...]:
     """Restrict this process permanently. Return the applied restrictions, from "files" and "network".
 
-    "files" denies writes outside the folders, "network" sockets and system calls that reach other processes.
+    "files" denies writes outside `writable`. "network" denies sockets, and system calls that reach other processes.
     """
     if _prctl(PR_SET_NO_NEW_PRIVS, 1):
         return ()
@@ -139,7 +139,7 @@ def _restrict_network() -> bool:
 
 
 def _build_seccomp_program(calls: SystemCalls) -> list[bytes]:
-    """Return a seccomp filter that denies sockets, except Unix and Netlink, and the calls `calls.denied`."""
+    """Return a seccomp filter that denies `calls.denied` and sockets other than Unix and Netlink."""
     tests = [
         (LOAD, ARCHITECTURE_OFFSET, None),
         (EQUAL, calls.architecture, "next or refuse"),

@@ -107,7 +107,7 @@ class AgentKind(ReleaseKind):
             self._disk.write_atomically(file, launcher.format_choice(choice).encode())
 
     def _highest_signed_number(self) -> int:
-        """Return the highest number of a signed version that was ever confirmed on this device, or 0."""
+        """Return the highest number of any signed version that passed its trial on this device, or 0."""
         file = self._versions_folder() / HIGHEST_NUMBER_FILE
         with disk_errors(f"read {file}"):
             text = self._disk.read(file, 0, 32).decode(errors="replace").strip() if self._disk.is_file(file) else "0"
@@ -119,7 +119,7 @@ class AgentKind(ReleaseKind):
         return max([int(text), *(self._version_number(name) for name in versions)])
 
     def _version_number(self, name: str) -> int:
-        """Return the number in a version's manifest, or 0 if unreadable or unsigned bundles are permitted."""
+        """Return the number in a version's manifest, or 0 if unreadable. With unsigned bundles it is always 0."""
         if self._settings.upgrade.unsigned:
             return 0
         from fedquilt.edge_agent.upgrade import archive

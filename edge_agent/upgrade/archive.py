@@ -49,7 +49,7 @@ class UpgradeManifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _PlainTarHeader(tarfile.TarInfo):
-    """Header of a regular file. All other kinds of entries, which no bundle has, raise ReadError."""
+    """Header of a regular file in a bundle. Links, folders and too large files raise ReadError."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _PlainTarHeader:

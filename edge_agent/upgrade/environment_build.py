@@ -50,7 +50,7 @@ class BuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def base_interpreter() -> str:
-    """Return the path of this Python outside its own virtual environment, for a new environment."""
+    """Return the path of the Python on which this process's virtual environment is based."""
     name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     for path in (Path(sys.executable).resolve(), Path(sys.base_prefix) / "bin" / name):
         if path.name.startswith("python") and path.is_file():
@@ -118,7 +118,7 @@ def require_not_older(manifest: UpgradeManifest, newest: int) -> None:
 
 
 def flashed_packages(manifest: UpgradeManifest, packages: Iterable[str]) -> list[str]:
-    """Return the folders with the packages that a bundle omits. Raise ModelError if a package is missing."""
+    """Return the folders `packages` if the bundle uses them, else []. A missing package raises ModelError."""
     if not manifest.present:
         return []
     folders = list(packages)

@@ -117,7 +117,7 @@ def describe_roll_back(choice: VersionChoice) -> str:
 def choose_version(
     choice: VersionChoice | None, flashed: str, boot: str, now_s: float, folder: Path
 ) -> tuple[VersionChoice, str]:
-    """Return the choice to store and start, and a message if it has changed. A trial gets one more start."""
+    """Return the choice to store and start, with a message on a change or "". Starts on trial are counted."""
     if choice is None:
         return VersionChoice(flashed), ""
     if choice.flashed != flashed:

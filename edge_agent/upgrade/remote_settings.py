@@ -59,7 +59,7 @@ def parse_remote_settings(table: Mapping[str, Any]) -> RemoteSettings:
 
 
 def apply_remote_settings(local_settings: AgentSettings, table: Mapping[str, Any], memory_bytes: int) -> AgentSettings:
-    """Return agent.toml's settings with remote ones, or raise JobError beyond the owner's limits."""
+    """Return agent.toml's settings overridden by remote ones. Raise JobError if they exceed its limits."""
     remote, result = parse_remote_settings(table), local_settings
     if remote.budget is not None:
         limit_bytes = local_settings.task_budget_bytes(memory_bytes)
@@ -89,7 +89,7 @@ def apply_remote_settings(local_settings: AgentSettings, table: Mapping[str, Any
 
 
 def _apply_label_changes(local_labels: tuple[str, ...], changes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the labels after changes such as "+canary" and "-old". Changes without sign replace all."""
+    """Return the labels after changes such as "+canary" and "-old". Unsigned labels replace all others."""
     signed = [change for change in changes if change[:1] in "+-" and change]
     if not signed:
         return changes

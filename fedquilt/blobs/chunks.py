@@ -39,8 +39,8 @@ def chunk_size_for(max_payload: int) -> int:
 def negotiate_chunk_size(max_bytes: int, requested_bytes: int) -> int:
     """Return the chunk size in bytes for a peer that requests chunks of up to `requested_bytes`.
 
-    A size below `max_bytes` is rounded down to a power of two minus the headroom, because a blob is hashed again for
-    each chunk size. The result is at least `wire.MIN_CHUNK`.
+    A blob is hashed for each chunk size. To have few sizes, a size below `max_bytes` is rounded down to a power of two
+    minus the headroom, but not below `wire.MIN_CHUNK`.
     """
     packet_bytes = 1 << ((requested_bytes + HEADROOM_BYTES).bit_length() - 1)
     return max_bytes if requested_bytes >= max_bytes else max(packet_bytes - HEADROOM_BYTES, wire.MIN_CHUNK)

@@ -114,7 +114,7 @@ class TransferBackend:
             os.eventfd_write(self._wake_fd, 1)
 
     def retry_at_s(self, locations: Sequence[BlobLocation]) -> float:
-        """Return the first time (monotonic) to try one of the locations, or -infinity without HTTP client."""
+        """Return the monotonic time from which a location may be tried, -infinity without an HTTP client."""
         client = self._http
         return min((client.retry_at_s(location) for location in locations), default=math.inf) if client else -math.inf
 

@@ -96,7 +96,7 @@ class Download:
         return min(min(self._request_times.values()) + self.timeout_s, self._progress_s + STALL_TIMEOUT_S)
 
     def next_requests(self, now_s: float, available_bytes: float = math.inf) -> list[wire.ChunkRequest]:
-        """Return the messages to send now. They request at most `available_bytes` more than is outstanding."""
+        """Return the requests to send now, for at most `available_bytes` beside the outstanding requests."""
         if self.is_paused:
             return []
         has_overdue = self._drop_overdue_requests(now_s) or self._has_lost_request
@@ -261,7 +261,7 @@ class Download:
         self._clear_requests()
 
     def resume_requests(self, stored_chunks: bytes | bytearray | None, now_s: float) -> None:
-        """Request the missing chunks again. `stored_chunks` marks the stored chunks, None if unchanged."""
+        """Request the missing chunks again. `stored_chunks` marks those on disk, or is None if unchanged."""
         self.is_paused = False
         if stored_chunks is not None:
             self.set_stored_chunks(stored_chunks)
@@ -295,9 +295,9 @@ class ContentError(LinkError): ...
 class BlobWriter:
     """Writer of the missing ranges of a blob to the blob's part file, for transfers outside the link.
 
-    Another thread may close the writer. A blob of which no chunk was stored before is hashed while it is written.
-    Chunks are compared with the manifest only if the sha256 of the blob does not match. With `to_end`, all bytes from
-    the first missing chunk to the end are one range, even if later chunks are stored already.
+    Another thread may close the writer. The sha256 of the blob is verified at the end, and its chunks only if the
+    sha256 differs. With `to_end`, all bytes from the first missing chunk on are one range, even if later chunks are
+    stored already.
     """
 
     def __init__(

@@ -143,7 +143,7 @@ class HttpClient:
     def upload_blob(
         self, locations: Sequence[BlobLocation], file: int, ref: BlobRef, count_bytes: Callable[[int], None]
     ) -> int:
-        """Upload a blob to the first location that works. Return its index, or raise BlobLocationError."""
+        """Upload a blob and return the index of the location that worked, or raise BlobLocationError."""
         tried_urls = set[str]()
         sent_bytes: Counter[str] = Counter()
 

@@ -100,7 +100,7 @@ class BlobStore:
     def pin_during(
         self, work_item: Callable[[], T], callback: Callable[[Callable[[], T], float], None]
     ) -> tuple[Callable[[], T], Callable[[Callable[[], T], float], None]]:
-        """Return both functions wrapped, so that the work item's blobs are pinned until the callback has run."""
+        """Return both functions, wrapped to keep the work item's blobs pinned until the callback has run."""
         pins = set[str]()
 
         def run_pinned() -> T:
@@ -187,7 +187,7 @@ class BlobStore:
         self._verification_cache.forget()
 
     def discard_damaged(self, sha256: str) -> None:
-        """Make a damaged blob missing. Its file is kept for a day as `.damaged`."""
+        """Mark a damaged blob as missing. Its file is kept for a day as `.damaged`."""
         with self._report_disk_errors(f"rename the damaged blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.remove_blob(sha256)
@@ -403,7 +403,7 @@ class BlobStore:
                 yield entry
 
     def _verified_file(self, sha256: str, *, force_hash: bool = False) -> PathInfo | None:
-        """Return information on a blob's undamaged file, or None. Rename a damaged file."""
+        """Return information on a blob's file, or None if missing or damaged. A damaged file is renamed."""
         path = self._file_path(sha256)
         info = self.disk.stat(path)
         if info is None or info.is_dir:

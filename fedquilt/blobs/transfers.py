@@ -116,7 +116,7 @@ class Transfers:
         return finished
 
     def traffic_bytes(self, device: str, direction: wire.Direction) -> int:
-        """Return the bytes of chunks sent to ("dn") or received from ("up") a device, with repetitions."""
+        """Return the bytes of chunks sent to ("dn") or received from ("up") a device. Repeated chunks count."""
         return (self._sender.sent_bytes if direction == self._direction else self._received_bytes)[device]
 
     def take_charges(self) -> dict[str, float]:

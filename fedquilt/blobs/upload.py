@@ -54,7 +54,7 @@ class UploadQueue:
         return bool(self._waiting_since_s)
 
     def set_unprocessed(self, devices: int, unprocessed_bytes: int, limit_bytes: float) -> None:
-        """Set the unprocessed uploads (devices, bytes) and the byte limit. Release finished devices."""
+        """Set the unprocessed uploads and the byte limit. End the turns of devices without pending blobs."""
         self._unprocessed_devices, self._unprocessed_bytes, self._limit_bytes = devices, unprocessed_bytes, limit_bytes
         for device in self._finished_devices - self._pending.keys():
             self._end_turn(device)

@@ -223,7 +223,7 @@ class Disk:
         return ranges
 
     def write(self, path: StrPath, payload: bytes, *, new: bool = False) -> None:
-        """Write a whole file in place, which a crash may leave incomplete. A `new` file must not exist yet."""
+        """Overwrite or create a file in place. A crash may leave it incomplete. `new` forbids overwriting."""
         flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if new else os.O_TRUNC)
         with OpenedDescriptor(path, flags, self._file_mode) as file:
             write_fully(file, payload, 0)
@@ -237,7 +237,7 @@ class Disk:
             write_fully(file, payload, offset)
 
     def resize(self, path: StrPath, size: int) -> None:
-        """Set the size of a file, which is created if missing. Added bytes are a hole."""
+        """Set the size of a file, or create it with this size. Added bytes take no space on the disk."""
         with OpenedDescriptor(path, os.O_RDWR | os.O_CREAT, self._file_mode) as file:
             if os.fstat(file).st_size != size:
                 os.ftruncate(file, size)
@@ -282,7 +282,7 @@ class Disk:
         os.chmod(path, mode)
 
     def make_folder(self, folder: StrPath) -> None:
-        """Create a folder with missing parents. Only the folder itself lacks the permissions in `withheld`."""
+        """Create a folder with missing parents. `withheld` applies to the folder, not to the parents."""
         os.makedirs(folder, 0o777 & ~self.withheld, exist_ok=True)
 
     def make_durable_folder(self, folder: StrPath) -> None:

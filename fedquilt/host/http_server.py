@@ -85,7 +85,7 @@ class HttpExchange:
         return self._stream.file
 
     def read_body(self, max_bytes: int, reserve: Callable[[int], None] = lambda size: None) -> bytes:
-        """Return the body, or raise RequestRefusedError. `reserve` gets each piece's size and may refuse."""
+        """Return the body, or raise RequestRefusedError. `reserve` is called with the size of each piece."""
         if "content-length" not in self.headers:
             raise RequestRefusedError(411, "request has no Content-Length")
         if self.size > max_bytes:
@@ -344,8 +344,8 @@ class Connection:
 class ConnectionLimiter:
     """Open connections of a listener, within its limits. Thread-safe.
 
-    At a limit, a new connection replaces one that waits for a request or whose address has more connections. Listeners
-    never use the upper half of the process's file descriptors.
+    At a limit, a new connection replaces one that waits for a request, or one of an address with more connections.
+    Listeners never use the upper half of the process's file descriptors.
     """
 
     def __init__(
@@ -364,7 +364,7 @@ class ConnectionLimiter:
         return len(self._open)
 
     def add_connection(self, address: str, descriptor: int, close: Callable[[], None]) -> Connection | None:
-        """Add a connection, and close another at a limit, or return None. `close` must not block."""
+        """Add a connection. At a limit, close another one or return None. `close` must not block."""
         network = _address_group(address)
         with self._lock:
             counts_by_address = Counter(other.address for other in self._open)
@@ -431,7 +431,7 @@ def raise_descriptor_limit() -> None:
 
 
 def _address_group(address: str) -> str:
-    """Return the IPv4 address, or the /64 network of an IPv6 address, which usually is one subscriber's."""
+    """Return an IPv4 address, or the /64 network of an IPv6 address, usually that of one subscriber."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

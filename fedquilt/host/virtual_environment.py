@@ -27,7 +27,7 @@ class InvalidWheelError(Exception):
 
 
 def unpack_wheels(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path, max_bytes: int) -> None:
-    """Unpack wheels into a folder. Raise InvalidWheelError for damaged, escaping and too large wheels."""
+    """Unpack wheels into a folder. Raise InvalidWheelError if damaged, too large or writing outside it."""
     packages.mkdir(parents=True, exist_ok=True)
     remaining_bytes = max_bytes
     for name, file in wheels:
@@ -83,7 +83,7 @@ def make_environment(home: Path, python: str, interpreter: str) -> None:
 
 
 def compile_packages(home: Path, python: str, final_home: str) -> bool:
-    """Compile the packages for the path `final_home`. Return False if this Python has another version."""
+    """Compile packages to bytecode for use at `final_home`. Return False if Python has another version."""
     if python != f"{sys.version_info[0]}.{sys.version_info[1]}":
         return False
     compileall.compile_dir(

@@ -265,9 +265,9 @@ HANDSHAKES_PER_S: Final = 5.0  # long-term rate, so that a flood takes about 1 %
 class AuthenticatedFleetLink(AuthenticatedLink):
     """Coordinator's side of authenticated links to all devices.
 
-    Another coordinator may have started sessions with the devices while the connection to the broker was lost.
-    Therefore a handshake is requested after a reconnection from a device that uses another session, and from a device
-    that has not used its session for REQUEST_INTERVAL_S, when a message is published to it.
+    Another coordinator may have started sessions with the devices while this one was disconnected. After a
+    reconnection, a published message therefore requests a handshake if its device uses another session, or has not used
+    this session for REQUEST_INTERVAL_S.
     """
 
     def __init__(

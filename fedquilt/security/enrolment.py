@@ -53,7 +53,7 @@ def decode_message(body: bytes, kind: type[M]) -> M:
 
 
 def is_renewal_due(not_before: datetime.datetime, not_after: datetime.datetime, time: datetime.datetime) -> bool:
-    """Return whether a certificate is in the last third of its validity, or the time is before its start."""
+    """Return whether a certificate is not valid yet, or in the last third of its validity."""
     return time < not_before or time >= not_after - (not_after - not_before) * RENEWAL_SHARE
 
 

@@ -63,7 +63,7 @@ class LinkIdentity:
         return Handshake(self.tls_context(server=True), server=True)
 
     def tls_context(self, *, server: bool) -> ssl.SSLContext:
-        """Return the context of a TLS connection in which both sides verify certificates, and no host names."""
+        """Return a TLS context with which both sides verify certificates but no host names."""
         try:
             files = tuple(os.stat(path).st_mtime_ns for path in (self._ca, self._cert, self._key))
         except OSError as error:
@@ -165,7 +165,7 @@ class Handshake:
 
 
 def common_name_of_peer(tls: ssl.SSLObject | ssl.SSLSocket) -> str:
-    """Return the common name in a peer's certificate, or "" if missing or the peer is an observer."""
+    """Return the common name in a peer's certificate, or "" for observers and without exactly one name."""
     certificate = tls.getpeercert() or {}
     subject = cast(Sequence[Sequence[tuple[str, str]]], certificate.get("subject", ()))
     parts = [pair for group in subject for pair in group]

@@ -28,7 +28,7 @@ class MemoryBroker:
         self._sequence = 0
 
     def connect(self, will: tuple[str, bytes] | None = None, pace: LinkCost = INSTANT_LINK) -> MemoryLink:
-        """Connect a new client. `lose_client` publishes the client's `will` (topic, payload), retained."""
+        """Connect a client with a last will (topic, payload). `lose_client` publishes the will as retained."""
         self.clients += 1
         link = MemoryLink(self, will, pace)
         self._links[link] = None

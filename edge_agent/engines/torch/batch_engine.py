@@ -76,7 +76,7 @@ class BatchedTorchEngine(BatchTrainer, TorchEngine):
 
 
 def forward(module: nn.Module, values: Mapping[str, torch.Tensor], x: torch.Tensor, prefix: str = "") -> torch.Tensor:
-    """Return the scores of a network of PLAIN modules, with separate parameters for each device."""
+    """Return the scores of a network of modules in `PLAIN`, with separate parameters for each device."""
     if isinstance(module, nn.Sequential):
         for name, child in module._modules.items():  # `named_children` omits repeated modules
             assert child is not None

@@ -68,11 +68,10 @@ class TorchMemory:
     """Memory of this process on torch's first GPU. The constructor creates the driver's context.
 
     The kernel does not count GPU memory as resident, not even the memory that a Jetson's GPU shares with the processor.
-    A task's budget is for the sum of both. torch's limit applies to torch's own allocator only. Under a lower limit the
-    same training can take less, as cuDNN has algorithms with less workspace. The driver's context and the libraries use
-    further memory, which can be measured only where GPU and processor share memory: by how much the memory that is
-    available or this process's own decreases. Kernels that only a task's shapes need are loaded as resident memory,
-    for which plans reserve `peak_memory.GPU_KERNELS_BYTES`.
+    A task's budget is for the sum of both. torch's limit applies to torch's own allocator only. Under a lower limit,
+    cuDNN chooses algorithms with less workspace. The driver's context and the libraries use further memory. It can be
+    measured only where GPU and processor share memory, as the decrease of `available_bytes`. Kernels for the shapes of
+    a task are loaded later, into resident memory, for which plans reserve `peak_memory.GPU_KERNELS_BYTES`.
 
     Args:
         cuda: The module `torch.cuda`.
@@ -367,7 +366,7 @@ class TorchEngine:
 
 
 def _map_ahead(load: Callable[[P], T], parts: Iterable[P], max_ahead: int) -> Iterator[T]:
-    """Yield `load` of each part. A thread prepares up to `max_ahead` parts before they are used."""
+    """Yield `load(part)` for each part. A thread loads up to `max_ahead` parts in advance."""
     if not max_ahead:
         yield from map(load, parts)
         return

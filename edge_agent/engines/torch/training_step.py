@@ -179,11 +179,12 @@ class Stepper:
     ) -> list[torch.Tensor]:
         """Take a step on a mini-batch of `count` examples, given in parts of inputs and targets.
 
-        `piece_bytes` is the memory of recomputed activations, or None to keep activations. `factor` scales the rates.
+        `piece_bytes` is the memory of recomputed activations, or None to keep activations. `factor` scales the
+        learning rates.
 
         Returns:
-            Sum of losses of each part, over `divisor`, without penalty, as scalars on the device. Reading a scalar
-            waits for the device. The scalar is not finite if the penalty is not.
+            Losses of the parts without penalty, divided by `divisor`, as scalars on the device. Reading a scalar waits
+            for the device. A scalar is not finite if the penalty is not.
         """
         if not self._is_only_step:
             self._enable_gradients()
@@ -216,7 +217,7 @@ class Stepper:
     def _training_and_task_loss(
         self, x: torch.Tensor, y: Any, count: int, divisor: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss with the step's penalty, for the backward pass, and the detached loss without."""
+        """Return the loss with the step's penalty, and the detached loss without the penalty."""
         with self._autocast:
             scores = self._model(x)
             main_scores, *other_scores = self._step.exits() if self._step.exits else (scores,)
@@ -256,10 +257,9 @@ def enable_gradients(model: nn.Module, hooks: Hooks) -> None:
 
 
 def freeze_statistics(model: nn.Module, hooks: Hooks) -> None:
-    """Set each module with buffers to evaluation mode, if no step trains a tensor of the module.
+    """Set each leaf module with buffers to evaluation mode, if no step trains a tensor of the module.
 
-    Frozen batch normalisation then keeps its statistics. Modules that contain modules keep their mode, and so do frozen
-    modules without buffers, such as dropout.
+    Frozen batch normalisation then keeps its statistics. Modules without buffers, such as dropout, keep their mode.
     """
     for path, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
@@ -274,7 +274,7 @@ def freeze_statistics(model: nn.Module, hooks: Hooks) -> None:
 
 
 def anchor_tensors(model: nn.Module, hooks: Hooks) -> Anchors:
-    """Return the method's anchors and the initial tensors as "start", or {} if no hook uses anchors."""
+    """Return the method's anchors and the initial tensors ("start"), or {} if no hook uses anchors."""
     if not hooks.correct_gradient and not any(step.penalty for step in hooks.steps):
         return {}
     model_state = traces.state_without_aliases(model)
@@ -285,7 +285,7 @@ def anchor_tensors(model: nn.Module, hooks: Hooks) -> Anchors:
 
 
 def build_anchors(start: Mapping[str, torch.Tensor], anchors: Mapping[str, Tensors], device: torch.device) -> Anchors:
-    """Return the anchors as tensors on a device, floats in 32 bits, with `start` under the name "start"."""
+    """Return the anchors as tensors on a device, floats in 32 bits, and `start` as the anchor "start"."""
     result = {"start": start}
     for anchor, arrays in anchors.items():
         tensors = {name: torch.tensor(array, device=device) for name, array in arrays.items()}
@@ -321,7 +321,7 @@ def _element_losses(task: TaskKind, scores: torch.Tensor, y: torch.Tensor) -> to
 def load_function(
     kind: Literal["loss", "transform"], name: str, arguments: Mapping[str, Any], values: int
 ) -> Callable[..., Any]:
-    """Return a plug-in's function of `values` values, or raise JobError if it rejects these arguments."""
+    """Return a plug-in's function of `values` inputs, or raise JobError if it rejects the `arguments`."""
     plugin = plugins.find_plugin(kind, name, training_choices.BUILT_IN_CHOICES[kind])
     assert plugin is not None
     function: Callable[..., Any] = plugins.import_plugin(plugin)
@@ -385,7 +385,7 @@ class TrainingLoss:
         return self._sum(scores, y)
 
     def divisor(self, y: np.ndarray) -> float:
-        """Return the number of examples, or the sum of their class weights, which divides the summed loss."""
+        """Return the divisor of the summed loss: the number of examples, or the sum of their class weights."""
         return float(len(y) if self._weights is None else self._weights[y].sum())
 
 

@@ -209,7 +209,7 @@ def not_mqtt_error(broker: Broker, description: str) -> BrokerError:
 
 
 def connection_lost_error(broker: Broker, client_id: str, code: int, reason: str, is_repeated: bool) -> BrokerError:
-    """Return the error for a lost connection. `is_repeated` means that earlier connections were short."""
+    """Return the error for a lost connection. `is_repeated` is whether earlier connections ended soon too."""
     if code == KEEP_ALIVE:
         return BrokerError(f"{broker} was silent for too long: check the network")
     if code == SESSION_TAKEN_OVER:

@@ -122,7 +122,7 @@ class MqttLink:
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
         """Queue a message, or raise LinkError if the payload exceeds `max_payload`.
 
-        While offline, unreliable messages are dropped, and the oldest reliable messages beyond the queue's limits.
+        While offline, unreliable messages are dropped, and a full queue drops its oldest reliable messages.
         """
         if len(payload) > self.max_payload:
             raise LinkError(
@@ -430,7 +430,7 @@ class SendQueue:
         return dropped
 
     def take_next(self, window: int) -> QueuedMessage | None:
-        """Return the next message for `record_in_flight` or `discard`, or None if too many are in flight."""
+        """Return the next message for `record_in_flight` or `discard`, or None if none may be sent now."""
         if not self._waiting:
             return None
         message = self._waiting[0]
@@ -467,8 +467,8 @@ class SendQueue:
     def handle_disconnect(self, max_breaks: int = MAX_BREAKS, *, is_clean: bool = False) -> QueuedMessage | None:
         """Queue the reliable messages in flight again, and drop all unreliable ones.
 
-        The only reliable message in flight is dropped and returned, as the probable cause, at its `max_breaks`th broken
-        connection. Otherwise the result is None. With `is_clean`, this break does not count.
+        A reliable message that was alone in flight at its `max_breaks`th broken connection is the probable cause. It is
+        dropped and returned. With `is_clean`, this break does not count.
         """
         suspects = [message for message in self._in_flight.values() if message.reliable]
         for message in suspects:
