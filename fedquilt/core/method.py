@@ -321,8 +321,8 @@ class Step:
 class Hooks:
     """Changes of a method to training. The defaults change nothing.
 
-    An engine rejects hooks that it does not support, by name. The numpy engine has no module, so it supports neither
-    `prepare` nor `penalty`, `before_step` or `exits`, and exactly one step.
+    An engine rejects a hook that it does not support, and names it. The numpy engine has no module: it supports exactly
+    one step, and none of `prepare`, `penalty`, `before_step` and `exits`.
     """
 
     correct_gradient: Callable[[Any, Any, Mapping[str, Any]], Any] | None = None

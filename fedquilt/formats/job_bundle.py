@@ -52,7 +52,7 @@ def write_bundle(folder: Path, meta: Mapping[str, Any], files: Mapping[str, byte
 def load_bundle(folder: Path, disk: Disk = REAL, content: str = "") -> Bundle:
     """Return a bundle whose files are present with the right sizes.
 
-    Raise JobError if the bundle is missing or damaged, or its `hash_content` is not `content` (unless "").
+    Raise JobError if the bundle is missing or damaged, or if its `hash_content` differs from a given `content`.
     `Bundle.load` verifies the sha256 of the file that it reads, and raises JobError too.
     """
     index_path = folder / "bundle.json"

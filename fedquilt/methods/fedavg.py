@@ -51,7 +51,7 @@ class Params:
             raise ValueError("nesterov = true requires a momentum above 0")
 
     def require_plain_steps(self, reason: str) -> None:
-        """Raise ValueError for a learning-rate schedule within rounds, or if averaged weights are sent."""
+        """Raise ValueError if the learning rate changes within rounds, or a moving average (`ema`) is sent."""
         if training_choices.parse_schedule(self.schedule).over == "steps":
             raise ValueError(f'schedule over "steps" is not possible, because {reason}: set over = "rounds"')
         if self.ema:

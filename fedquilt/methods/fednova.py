@@ -42,7 +42,7 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class FedNovaSums(WeightedSums):
-    """Sums of n_i y_i / a_i (trained tensors) and n_i y_i (statistics). a_i are effective local steps."""
+    """Sums weighted by examples: trained tensors over their effective steps, and batch norm statistics."""
 
     inverse_steps: exact_sums.ExactScalar = exact_sums.ExactScalar()  # sum_i n_i / a_i
     weighted_steps: exact_sums.ExactScalar = exact_sums.ExactScalar()  # sum_i n_i a_i

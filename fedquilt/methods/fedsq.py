@@ -99,7 +99,7 @@ def is_trained(trained: list[str], name: str) -> bool:
 
 
 def require_separable(register: TensorRegister) -> None:
-    """Raise ModelError if modules share a tensor, or a running statistic is not one of batch norm."""
+    """Raise ModelError if modules share a tensor, or any but batch norm has running statistics."""
     for entry in register.tensors:
         if entry.aliases:
             raise core.ModelError(

@@ -252,7 +252,7 @@ class _GraphCheck:
         return weight_bytes, inputs, tuple(values["output"])
 
     def check_node(self, data: memoryview, constants: ChainMap[str, list[float]], depth: int) -> int:
-        """Return the bytes of the weights in a node's attributes. Add a constant's value to `constants`."""
+        """Check a node, and return the bytes of weights in its attributes. Add its constant to `constants`."""
         self.nodes += 1
         if self.nodes > MAX_NODES:
             raise ModelError(f"the graph has more than {MAX_NODES} nodes: export a smaller network")
