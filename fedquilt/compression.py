@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def exclude_buffers(wire: Encoding, meta: Mapping[str, Any]) -> Encoding:
-    """Return an encoding that sends the network's buffers, listed in the bundle's metadata, unchanged."""
+    """Return an encoding that leaves the network's buffers unchanged. The bundle's metadata lists them."""
     network = meta.get("network")
     if wire.codec == "raw" or not network:
         return wire

@@ -72,7 +72,7 @@ class ExactSum:
 def add_to_sum(total: ExactSum | None, array: np.ndarray, weight: float = 1.0) -> ExactSum:
     """Return a sum with `array * weight` added. `total` must not be used afterwards.
 
-    Integer arrays are batch norm's counters of batches. They are not summed: the larger value of each entry is kept.
+    Integer arrays, such as batch norm's counters of batches, are not summed: the larger value is kept for each entry.
     """
     if array.dtype.kind in "iu":
         largest = array if total is None else np.maximum(total.limbs[0], array, dtype=total.limbs[0].dtype)

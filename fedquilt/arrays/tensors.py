@@ -266,7 +266,7 @@ def split_state(state: Any) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 
 class _ArrayPlaceholder:
-    """Wrapper of a `DiskArray` in a skeleton, because msgspec would encode the array's own fields."""
+    """Wrapper that keeps msgspec from encoding the fields of a `DiskArray` in a state's skeleton."""
 
     def __init__(self, array: Any) -> None:
         self.array = array

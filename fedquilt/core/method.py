@@ -397,11 +397,11 @@ class Trainer(Engine, Protocol):
 
 
 class Runner(Engine, Protocol):
-    """Engine that runs ONNX graphs and keeps several graphs loaded only if its memory budget allows."""
+    """Engine that runs ONNX graphs. Several graphs stay loaded only if the memory budget allows."""
 
     @property
     def available_bytes(self) -> int:
-        """Memory budget in bytes beyond the memory of the bare process."""
+        """Bytes of the memory budget that remain for graphs and data, besides the process itself."""
         ...
 
     def batch(self, graph: Path, caller_bytes: int = 0, caller_bytes_per_example: int = 0) -> int:

@@ -276,7 +276,7 @@ def fits_budget(budget_bytes: int, engines: Iterable[str], work: WorkEstimate) -
 
 
 def tier_coverage(fleet: Iterable[TierDevice], engines: Iterable[str], work: WorkEstimate) -> dict[str, TierCoverage]:
-    """Return the coverage of each tier that has devices, smallest tier first."""
+    """Return each tier's counts of devices and examples, and of those able to do the work, in tier order."""
     engine_names = tuple(engines)
     coverage: dict[str, TierCoverage] = {}
     for device in fleet:

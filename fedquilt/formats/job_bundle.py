@@ -124,7 +124,7 @@ def is_current(job_file: Path, bundle: Path) -> bool:
 
 
 def stamp_inputs(job_file: Path, job: Mapping[str, Any]) -> BundleInputs:
-    """Return digests that change with the job file, or with size or time of a file that the job names.
+    """Return digests that change with the job file, or with the size or time of any file that it names.
 
     Call this before the preparation reads the files, so that a change during the preparation is detected.
     """

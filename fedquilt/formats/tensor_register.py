@@ -79,7 +79,7 @@ class TensorRegister(msgspec.Struct, frozen=True):
         return {entry.module for entry in self.tensors if entry.type in CONVOLUTIONS and entry.name in model}
 
     def weights_by_module(self) -> dict[str, str]:
-        """Return each module's weight name by its path. Weights computed from other tensors are left out."""
+        """Return the names of the modules' weights, by module path. Computed weights are left out."""
         entries = [entry for entry in self.tensors if entry.name_in_module == "weight" and entry.kind == "parameter"]
         return {entry.module: entry.name for entry in entries}
 

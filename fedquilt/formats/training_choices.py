@@ -99,7 +99,7 @@ class Schedule(Arguments, frozen=True):
         return self.rate_factor(round, step, steps) if self.over == "steps" else 1.0
 
     def _main_factor(self, step: int, scale: int) -> float:
-        """Return the factor at a step after the warm-up. `scale` is the number of steps in a round."""
+        """Return the factor at `step`, counted from the end of the warm-up, with `scale` steps in a round."""
         return 1.0
 
     def _length(self, scale: int) -> int:

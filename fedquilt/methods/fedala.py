@@ -64,7 +64,7 @@ class BlendingHooks:
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> NetworkState:
-    """Return FedAvg's first state for a network with a last linear layer."""
+    """Return FedAvg's first state. Raise ModelError if the network has no last linear layer."""
     initial = fedavg.init(bundle, params, seed)
     ft_part.last_layer_tensors(initial, params.layers)  # raises ModelError
     return initial

@@ -79,7 +79,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 
 def validate_site_sums(state: NetworkState, total: WeightedSums, weight: float) -> None:
-    """Raise UpdateError unless the sums of a site can come from devices of this total weight."""
+    """Raise UpdateError if a site's sums are impossible for the total weight of its devices."""
     if total.weight != weight:
         raise core.UpdateError(f"the site's sums have the weight {total.weight:g}, but its update {weight:g}")
     exact_sums.require_valid_sums(total.total, state.model, weight)

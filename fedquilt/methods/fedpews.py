@@ -138,7 +138,7 @@ def full_task_spec(state: State) -> core.TaskSpec:
 
 
 def _mean_mask_of_others(state: State, device: str) -> np.ndarray | None:
-    """Return the others' mean mask: 0.5 before any was published, or None if only this device did."""
+    """Return the others' mean mask: 0.5 before any publication, or None if only this device published."""
     if not state.published:
         return np.full(state.plan.neurons, 0.5, np.float32)
     published_masks = [mask for name, mask in sorted(state.published.items()) if name != device]

@@ -220,7 +220,7 @@ class _Copies:
         return core.Examples(rows, examples.y), quantitative, hooks, metadata.rows * layout.row_bytes
 
     def _find_or_cache_rows(self, examples: core.Examples, split: str) -> output_cache.CacheMetadata | None:
-        """Return the metadata of cached outputs, computed if missing, or None if they exceed the cache."""
+        """Compute missing outputs. Return the cache's metadata, or None if the outputs exceed `cache_mb`."""
         folder, params = self._site.cache, self._task.params
         key = self._make_cache_key(examples)
         if (metadata := output_cache.find_complete_rows(folder, split, key, len(examples))) is not None:

@@ -254,7 +254,7 @@ RUNTIMES: Final[Mapping[tuple[int, int], Versions]] = {
 
 
 def explain_unsupported(graph: Versions, libraries: Mapping[str, str]) -> str:
-    """Return why the ONNX Runtime in a device's `libraries` cannot load a graph, or "" if none is known."""
+    """Return why a device's ONNX Runtime cannot load a graph, or "" if it can or is of an unknown release."""
     installed = {}
     for name in ("onnxruntime", "onnxruntime-gpu"):
         if numbers := re.match(r"(\d{1,4})\.(\d{1,4})", libraries.get(name, "")):
