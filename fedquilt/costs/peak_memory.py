@@ -276,7 +276,7 @@ def fits_budget(budget_bytes: int, engines: Iterable[str], work: WorkEstimate) -
 
 
 def tier_coverage(fleet: Iterable[TierDevice], engines: Iterable[str], work: WorkEstimate) -> dict[str, TierCoverage]:
-    """Return each tier's counts of devices and examples, and of those able to do the work, in tier order."""
+    """Count each tier's devices and examples, in total and with enough memory, smallest tier first."""
     engine_names = tuple(engines)
     coverage: dict[str, TierCoverage] = {}
     for device in fleet:

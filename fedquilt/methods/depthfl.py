@@ -103,7 +103,7 @@ class Exits:
     scores: list[Any] = field(default_factory=list)
 
     def make_prepare_hook(self, start: Mapping[str, np.ndarray]) -> Any:
-        """Return the hook that adds the exits to the plain network, whose tensors `start` contains."""
+        """Return the hook that adds the exits to the plain network. `start` has the tensors of both."""
 
         def add_exits(module: Any) -> Any:
             plain_names = module.state_dict().keys()

@@ -69,7 +69,7 @@ class Params(fedavg.Params):
             )
 
     def minimum_updates(self) -> int:
-        """Return the smallest number of updates with which the rule always tolerates the assumed attackers."""
+        """Return the number of updates from which on the rule tolerates the assumed attackers."""
         return 1 + max((count for count in range(self.most) if not self._tolerates(count)), default=0)
 
     def _tolerates(self, updates: int) -> bool:
