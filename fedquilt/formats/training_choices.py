@@ -269,7 +269,7 @@ def list_plugins(params: Mapping[str, Any]) -> list[tuple[Literal["loss", "trans
 
 
 def describe_torch_choices(params: Mapping[str, Any]) -> str:
-    """Return the parameters that only torch supports, such as "ema = 0.9 and accumulate = 2", or ""."""
+    """Return the parameters that only torch supports as text, "ema = 0.9 and accumulate = 2", or ""."""
     optimizer, arguments = parse_optimizer(params.get("optimizer", "sgd"))
     needs = {
         "loss": params.get("loss"),

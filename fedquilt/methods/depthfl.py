@@ -68,7 +68,7 @@ def body(state: NetworkState) -> stages.StagedNetwork:
 
 
 def leading_stage_places(state: NetworkState, depth: int) -> TensorCut:
-    """Return the tensors of the first `depth` stages and their exits, all with every index."""
+    """Select the first `depth` stages and their exits, with all entries of each tensor."""
     network = body(state)
     names = [name for stage in network.stages[:depth] for name in stage.names]
     names += [f"exit.{i}.{suffix}" for i in range(min(depth, len(network.stages) - 1)) for suffix in ("weight", "bias")]

@@ -36,7 +36,7 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class FedLPSums(WeightedSums):
-    """Sums over devices: received tensors times the device's examples, and the examples by tensor."""
+    """Sums over devices: received tensors times the device's examples, and the examples of each tensor."""
 
     tensor_weights: Mapping[str, exact_sums.ExactScalar] = field(default_factory=dict)
 

@@ -138,7 +138,7 @@ def full_task_spec(state: State) -> core.TaskSpec:
 
 
 def _mean_mask_of_others(state: State, device: str) -> np.ndarray | None:
-    """Return the others' mean mask: 0.5 before any publication, or None if only this device published."""
+    """Return the other devices' mean mask, 0.5 if no device has published one, or None if only this one."""
     if not state.published:
         return np.full(state.plan.neurons, 0.5, np.float32)
     published_masks = [mask for name, mask in sorted(state.published.items()) if name != device]
@@ -259,7 +259,7 @@ def add_covered(
     neurons: np.ndarray,
     published: Mapping[str, np.ndarray],
 ) -> MaskedSums:
-    """Add the entries covered by a device's mask `neurons`, (h,), to the sums in place, and return them.
+    """Add the entries that a device's mask `neurons`, (h,), covers in place, and return the sums.
 
     Raises:
         UpdateError: If the entries are not those that the mask covers, or are not finite.

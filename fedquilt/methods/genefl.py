@@ -294,7 +294,7 @@ def _count_held_correct(task: core.Task, site: core.ClientContext, model: core.T
 
 
 def fold(state: State, accumulator: GeneFLSums | None, update: core.DeviceUpdate) -> GeneFLSums:
-    """Return the sums with an update's learnGene added to its cluster's, or its fingerprint stored.
+    """Return the sums with an update's learnGene added to its cluster's sum, or its fingerprint stored.
 
     Raises:
         UpdateError: If the update has a wrong number of layers, wrong tensors or an impossible accuracy.
@@ -331,7 +331,7 @@ def fold(state: State, accumulator: GeneFLSums | None, update: core.DeviceUpdate
 
 
 def rebase(state: State, earlier: State, update: core.DeviceUpdate, weight: float) -> core.DeviceUpdate:
-    """Mix the layers of a late learnGene, with the share `weight`, with those of its cluster.
+    """Mix the layers of a late learnGene into those of its cluster. Its share is `weight`.
 
     A layer that the cluster lacks is taken unchanged. Layers beyond the present size of learnGenes are dropped.
     Fingerprints are returned unchanged, because they do not depend on the state.
