@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def exclude_buffers(wire: Encoding, meta: Mapping[str, Any]) -> Encoding:
-    """Return a job's encoding with the network's buffers, named in the bundle's metadata, excluded."""
+    """Return an encoding that leaves the network's buffers unchanged. The bundle's metadata lists them."""
     network = meta.get("network")
     if wire.codec == "raw" or not network:
         return wire
@@ -109,7 +109,7 @@ def encode_bundle(
 def decode_update(
     wire: Encoding, bundles: Mapping[str, Tensors], base: Callable[[str], Tensors | None]
 ) -> Mapping[str, Tensors]:
-    """Return the decoded bundles of an update (see `decode_bundle`), or "raw" bundles unchecked."""
+    """Return the decoded bundles of an update. With the codec "raw", they are returned unchecked."""
     if wire.codec == "raw":
         return bundles
     return {name: decode_bundle(wire, encoded, base(name) or {}) for name, encoded in bundles.items()}
@@ -218,7 +218,7 @@ def _split_blocks(size: int) -> Iterator[slice]:
 
 
 def _add_change(array: np.ndarray, start: np.ndarray, residual: np.ndarray) -> np.ndarray:
-    """Return `residual`, flat, with the array's change added in place. Raise DivergedError beyond float32."""
+    """Add an array's change to `residual` in place, and return it flat. Raise DivergedError on overflow."""
     flat, values, start_values = residual.reshape(-1), array.reshape(-1), start.reshape(-1)
     with np.errstate(over="ignore"):
         for block in _split_blocks(flat.size):

@@ -101,7 +101,7 @@ def axis_label(metric: Metric) -> str:
 
 
 def column_name(metric: Metric, name: str) -> str:
-    """Return the name of a table column, in which the main metric's name replaces "accuracy"."""
+    """Return a table column's name, with the main metric's name in place of "accuracy"."""
     return {"accuracy": metric.name, "held_accuracy": f"held_{metric.name}"}.get(name, name)
 
 

@@ -82,7 +82,7 @@ def plugin_names(kind: Kind) -> list[str]:
 def plugin_fingerprints(
     kinds: Collection[Kind] = ("method", "network", "loss", "transform", "engine"),
 ) -> dict[str, str]:
-    """Return the entries of `Profile.versions` for plug-ins: "plugin <module>" -> `fingerprint`."""
+    """Return the fingerprint of each plug-in by "plugin <module>", as in `Profile.versions`."""
     plugins = [plugin for kind in kinds for plugin in _list_allowed_plugins(kind)]
     plugins += [_plugin_from_target("network", name) for name in sorted(_allowed or ()) if TARGET.fullmatch(name)]
     return {f"plugin {plugin.module}": fingerprint(plugin) for plugin in plugins}

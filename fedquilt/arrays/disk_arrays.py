@@ -47,7 +47,7 @@ class NamedFile:
 
 @dataclass(frozen=True, slots=True)
 class DiskArray(TensorSpec):
-    """Array on disk with known shape and type. Each `read` verifies `expected_checksum` unless None."""
+    """Array on disk with known shape and type. `read` verifies `expected_checksum` if there is one."""
 
     source: ByteSource
     offset: int
@@ -112,7 +112,7 @@ class ScratchFile:
         return self._file.read_into(buffer, offset)
 
     def store_array(self, array: np.ndarray, previous: object = None) -> np.ndarray | DiskArray:
-        """Store a large array, over `previous` if of equal size. Return its reference, or a small array."""
+        """Return a copy on disk of a large array, or a small array itself. The copy may replace `previous`."""
         array = np.asarray(array, order="C")
         if array.size < self._min_entries:
             return array
@@ -125,7 +125,7 @@ class ScratchFile:
 
 
 def checksum(array: np.ndarray) -> int:
-    """Return the sum of an array's 64-bit words and last bytes, modulo 2^64, which detects a flipped bit."""
+    """Return the array's bytes, summed as 64-bit words modulo 2^64. Any single flipped bit changes it."""
     flat = np.asarray(array, order="C").reshape(-1).view(np.uint8)
     aligned_bytes = flat.size // 8 * 8
     word_sum = np.add.reduce(flat[:aligned_bytes].view(np.uint64), dtype=np.uint64)

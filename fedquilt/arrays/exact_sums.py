@@ -72,7 +72,7 @@ class ExactSum:
 def add_to_sum(total: ExactSum | None, array: np.ndarray, weight: float = 1.0) -> ExactSum:
     """Return a sum with `array * weight` added. `total` must not be used afterwards.
 
-    Integer arrays are counters: the entrywise maximum is returned, and `weight` is ignored.
+    Integer arrays, such as batch norm's counters of batches, are not summed: the larger value is kept for each entry.
     """
     if array.dtype.kind in "iu":
         largest = array if total is None else np.maximum(total.limbs[0], array, dtype=total.limbs[0].dtype)
@@ -96,7 +96,7 @@ _scratch_file: ContextVar[ScratchFile | None] = ContextVar("scratch_file", defau
 
 @contextmanager
 def sums_on_disk(scratch_file: ScratchFile | None) -> Iterator[None]:
-    """Store large sums created in the `with` block in the scratch file, or in memory without a file."""
+    """Store large sums of a `with` block in the scratch file. With None, they stay in memory."""
     token = _scratch_file.set(scratch_file)
     try:
         yield
@@ -156,7 +156,7 @@ def _add_to_float_expansion(limbs: list[np.ndarray], block: slice, remainder: np
 
 
 def require_valid_sums(sums: Mapping[str, ExactSum], reference: Tensors, weight: float) -> None:
-    """Raise UpdateError unless the sums match the tensors `reference` and are possible for this weight."""
+    """Raise UpdateError if sums do not match the tensors `reference`, or are too large for this weight."""
     if unmatched_names := sorted(sums.keys() ^ reference.keys()):
         raise UpdateError(
             f"names of sums differ: {', '.join(unmatched_names[:5])}{' ...' if len(unmatched_names) > 5 else ''}"
@@ -272,7 +272,7 @@ class ExactScalar:
 
 @dataclass(frozen=True)
 class WeightedSums:
-    """Sums of a round: sum_k n_k * x_k and sum_k n_k."""
+    """Sums over the devices of a round: tensors times the device's weight, and the weights."""
 
     total: dict[str, ExactSum] = field(default_factory=dict)
     weights: ExactScalar = ExactScalar()

@@ -89,7 +89,7 @@ def map_arrays(function: Callable[..., np.ndarray], first: Tensors, *other_model
 
 
 def require_matching(tensors: Tensors, reference: Tensors) -> None:
-    """Raise UpdateError if names or shapes differ from `reference`, or DivergedError unless finite."""
+    """Raise UpdateError if names or shapes differ from `reference`, or DivergedError for NaN or infinity."""
     _require_names(tensors, reference)
     for name, array in tensor_shapes(tensors).items():
         _require_shape(name, array, tensor_shapes(reference)[name])
@@ -193,7 +193,7 @@ def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
 def read_tensors(path: Path, sha256: str = "") -> dict[str, np.ndarray]:
     """Return the tensors of a safetensors file, sorted by name.
 
-    Raise StoreError if the file is unreadable or has another `sha256` (unless ""), and UpdateError if it is invalid.
+    Raise StoreError if the file is unreadable or does not match a given `sha256`, and UpdateError if it is invalid.
     """
     try:
         payload = path.read_bytes()
@@ -266,7 +266,7 @@ def split_state(state: Any) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 
 class _ArrayPlaceholder:
-    """Wrapper of a `DiskArray` in a skeleton, because msgspec would encode the array's own fields."""
+    """Wrapper that keeps msgspec from encoding the fields of a `DiskArray` in a state's skeleton."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -360,7 +360,7 @@ def total_bytes(bundles: Iterable[Tensors]) -> int:
 
 
 def require_known_fields(stored: Any, read: Any, path: str) -> None:
-    """Raise ValueError if `stored` has fields that are lost in `read`, the object decoded from `stored`."""
+    """Raise ValueError if decoding `stored` into `read` has dropped fields."""
     if not _has_fields(stored):
         return
     if is_dataclass(read) or isinstance(read, msgspec.Struct):

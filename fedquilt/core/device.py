@@ -48,7 +48,7 @@ class Meter(Protocol):
 
     @property
     def coverage(self) -> Coverage:
-        """Part of the device that the meter measures. Of several trusted meters, the widest measures energy."""
+        """Part of the device that the meter measures. The trusted meter with the largest part counts energy."""
         ...
 
     def read(self, now_s: float) -> Power:

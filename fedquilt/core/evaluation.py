@@ -48,7 +48,7 @@ def exact_summands(numbers: Iterable[float]) -> tuple[float, ...]:
 
 
 def pack_counts(counts: Iterable[int]) -> bytes:
-    """Return counts as variable-length integers, a run of zeros as 0 and its length, without final zeros."""
+    """Return counts as varints. A run of zeros is 0 and its length, and trailing zeros are left out."""
     packed, zeros = bytearray(), 0
     for count in counts:
         if not count:
@@ -115,7 +115,7 @@ def _split_rows(numbers: Sequence[int], width: int) -> list[list[int]]:
 
 
 def histogram_bins(outputs: int) -> int:
-    """Return the number of bins per probability histogram, or 0 above MAX_DETAILED_OUTPUTS outputs."""
+    """Return the bins of a probability histogram, or 0 for more than MAX_DETAILED_OUTPUTS outputs."""
     return min(3000 // outputs, 400) if outputs <= MAX_DETAILED_OUTPUTS else 0
 
 
@@ -173,7 +173,7 @@ def add_evaluations(evaluations: Iterable[EvaluationSums]) -> EvaluationSums | N
 def _add_correct_with_priors(parts: Sequence[EvaluationSums]) -> int | None:
     """Return the total of correct predictions with priors, or None if no part has them.
 
-    Other parts, whose engines do not support priors, count without priors.
+    A part whose engine does not support priors contributes its correct predictions without priors.
     """
     if all(part.correct_with_priors is None for part in parts):
         return None
@@ -209,7 +209,7 @@ def confusion_matrix(sums: EvaluationSums) -> list[list[int]] | None:
 
 
 def find_inconsistency(sums: EvaluationSums) -> str:
-    """Return a contradiction between the sums, or "". The text completes "the evaluation has ..."."""
+    """Return the contradiction in the sums, worded to follow "the evaluation has", or "" if there is none."""
     if not sums.examples:
         return "" if sums == EvaluationSums(examples=0, task=sums.task, outputs=sums.outputs) else "sums but no example"
     all_sums = [sums.loss, sums.absolute_errors, *sums.squared_errors, *sums.targets, *sums.target_squares]
@@ -266,7 +266,7 @@ def _find_error_inconsistency(sums: EvaluationSums) -> str:
 
 
 def find_device_inconsistency(sums: EvaluationSums, max_devices: int, max_metric: float) -> str:
-    """Return a contradiction in the device values, or "". The text completes "the evaluation has ...".
+    """Return the contradiction in the device values, worded to follow "the evaluation has", or "" if none.
 
     Args:
         sums: Evaluation of a device or a site, checked by `find_inconsistency`.
@@ -305,8 +305,8 @@ def main_metric_value(sums: EvaluationSums) -> float:
 def compute_metrics(sums: EvaluationSums) -> dict[str, float]:
     """Return the metrics of an evaluation by name, the main one first, or {} without examples.
 
-    Macro averages are over classes or labels that occur in targets or predictions. Undefined metrics are left out, such
-    as R² without varying targets. "auc" is computed from histograms and differs from the exact AUC by at most
+    Macro averages are over classes or labels that occur in targets or predictions. Metrics without a value, such as R²
+    of equal targets, are left out. "auc" is computed from histograms and differs from the exact AUC by at most
     "auc_error".
     """
     if not sums.examples:

@@ -56,7 +56,7 @@ class BlobRef(WireMessage, frozen=True):
 class WorkEstimate(WireMessage, frozen=True, omit_defaults=True):
     """Predicted cost of a task, for deadlines, clocks and memory checks.
 
-    Counts that end in `_per_example` and `_per_batch` are added for the examples of the device that the task uses.
+    Counts that end in `_per_example` and `_per_batch` are multiplied by the device's examples and mini-batches.
     """
 
     flops: Amount = 0.0  # one multiply-add is 2
@@ -273,7 +273,7 @@ class Update(DeviceReport, frozen=True, omit_defaults=True):
 
 
 class Rates(DeviceReport, frozen=True, array_like=True, omit_defaults=True):
-    """Speed of one workload at an operating point, as four times that `costs.cost_model` adds up.
+    """Speed of one workload at an operating point: the rates and fixed times that `costs.cost_model` uses.
 
     Rates are encoded as a list in this order: 200 points of a few workloads have to fit into a message of 128 KiB.
     """
@@ -394,7 +394,7 @@ class SiteRight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def has_site_bundles(names: Collection[str]) -> bool:
-    """Return whether any bundle comes from a site: its name has the prefix of bundles in a site's update."""
+    """Return whether any of an update's bundles has the name prefix that sites use for theirs."""
     return any(name.startswith(SITE_BUNDLES) for name in names)
 
 

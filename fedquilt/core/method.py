@@ -321,8 +321,8 @@ class Step:
 class Hooks:
     """Changes of a method to training. The defaults change nothing.
 
-    An engine rejects hooks that it does not support, by name. The numpy engine has no module, so it supports neither
-    `prepare` nor `penalty`, `before_step` or `exits`, and exactly one step.
+    An engine rejects a hook that it does not support, and names it. The numpy engine has no module: it supports exactly
+    one step, and none of `prepare`, `penalty`, `before_step` and `exits`.
     """
 
     correct_gradient: Callable[[Any, Any, Mapping[str, Any]], Any] | None = None
@@ -397,11 +397,11 @@ class Trainer(Engine, Protocol):
 
 
 class Runner(Engine, Protocol):
-    """Engine that runs ONNX graphs and keeps several graphs loaded only if its memory budget allows."""
+    """Engine that runs ONNX graphs. Several graphs stay loaded only if the memory budget allows."""
 
     @property
     def available_bytes(self) -> int:
-        """Memory budget in bytes beyond the memory of the bare process."""
+        """Bytes of the memory budget that remain for graphs and data, besides the process itself."""
         ...
 
     def batch(self, graph: Path, caller_bytes: int = 0, caller_bytes_per_example: int = 0) -> int:

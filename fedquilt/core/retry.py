@@ -14,7 +14,7 @@ class Retry(NamedTuple):
         first_s: The delay after the first attempt, in seconds.
         max_s: The longest delay, in seconds.
         factor: The growth from one delay to the next.
-        jitter: The largest share by which a random number shortens a delay, so that devices do not retry at once.
+        jitter: The largest share by which a random number shortens a delay, so that devices do not retry together.
     """
 
     first_s: float

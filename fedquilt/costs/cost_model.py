@@ -65,7 +65,7 @@ class LinkCost(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> LinkCost:
-        """Return the link of a text "2MB/s" or, with a delay for each task, "2MB/s 50ms", or raise ValueError."""
+        """Parse "2MB/s", or "2MB/s 50ms" with a delay for each task. Raise ValueError for other texts."""
         rate, _, delay = text.strip().partition(" ")
         scales = {f"{unit}/s": scale for unit, scale in (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9))}
         bytes_per_s = units.parse_amount(rate, scales, "rate")
@@ -75,7 +75,7 @@ class LinkCost(NamedTuple):
 
     @staticmethod
     def fit_link(transfers: Sequence[tuple[int, float]]) -> LinkCost | None:
-        """Return the link fitted to transfers (bytes, seconds), or None for fewer than three with bytes.
+        """Return the link fitted to transfers (bytes, seconds), or None if fewer than three are not empty.
 
         If sizes differ by less than a factor of 2, or the fit is impossible, all time is attributed to the bytes.
         Predictions for more bytes are then too long rather than too short.
@@ -149,8 +149,8 @@ def forward_cost(layers: Iterable[Layer]) -> PassCost:
 def training_cost(layers: Sequence[Layer], trained_names: Iterable[str]) -> PassCost:
     """Return the cost of a training pass: forward, and backward down to the first trained layer.
 
-    The gradients of a layer's weights cost another forward pass of the layer, for trained layers. The gradients of a
-    layer's inputs cost another forward pass, for layers after a trained layer.
+    A trained layer costs a second forward pass, for the gradients of its weights. A layer after a trained one costs
+    another, for the gradients of its inputs.
     """
     trained = set(layers_by_tensor(layers, trained_names).values())
     total = forward_cost(layers)
@@ -167,7 +167,7 @@ def training_cost(layers: Sequence[Layer], trained_names: Iterable[str]) -> Pass
 def split_at_trained(
     layers: Sequence[Layer], trained_names: Iterable[str]
 ) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
-    """Return two parts of the layers, the second of which starts at the first trained layer."""
+    """Return the layers before the first trained layer, and the layers from that one on."""
     trained = set(layers_by_tensor(layers, trained_names).values())
     first_index = next((index for index, layer in enumerate(layers) if layer.path in trained), len(layers))
     return tuple(layers[:first_index]), tuple(layers[first_index:])

@@ -29,7 +29,7 @@ FREED_BYTES: Mapping[str, int] = {"onnx": 20 * 10**6}
 
 
 def task_process_bytes(engine: str, peak_bytes: int, base_bytes: int | None = None) -> int:
-    """Return the peak memory of a task's process. `base_bytes` is the engine's own, estimated if None."""
+    """Return the peak memory of a task's process. Without `base_bytes`, the engine's own is estimated."""
     base = ASSUMED_BASE_BYTES.get(engine, 0) if base_bytes is None else base_bytes
     return base + FIRST_USE_BYTES.get(engine, 0) + FREED_BYTES.get(engine, 0) + peak_bytes
 
@@ -147,8 +147,8 @@ def training_bytes(
 ) -> int:
     """Return the peak memory of a training step, without the base memory of the torch engine.
 
-    `examples` are those of a micro-batch, `anchors` additional copies of the weights, and `moments` copies of the
-    trained tensors. Activations beyond `piece_bytes` are recomputed in pieces, or all are kept if None.
+    `examples` counts a micro-batch, `anchors` further copies of the weights, and `moments` copies of the
+    trained tensors. Activations beyond `piece_bytes` are recomputed in pieces. With None, all are kept.
     """
     trained_bytes = (1 + moments) * (network.weights_bytes - network.frozen_bytes)
     copies, kinds = WEIGHT_COPIES + anchors, network.kinds
@@ -171,7 +171,7 @@ def optimizer_copies(params: Mapping[str, Any]) -> int:
 
 
 def imported_bytes(params: Mapping[str, Any], library: str = "") -> int:
-    """Return the memory for importing optimizer and transforms, besides what `library` has imported."""
+    """Return the memory that importing the optimizer and transforms adds to that of `library`."""
     names = [choice_name(choice) for choice in (params.get("optimizer", "sgd"), *params.get("augment", ()))]
     is_class = [name[:1].isupper() and ":" not in name for name in names]  # whether a class of torch or torchvision
     largest = max(is_class[0] * TORCH_OPTIMIZER_BYTES, any(is_class[1:]) * TRANSFORMS_BYTES)
@@ -207,7 +207,7 @@ def bytes_per_example(network: TrainingProperties) -> int:
 
 
 def least_bytes_per_example(network: TrainingProperties) -> int:
-    """Return the memory per example with activations recomputed in MAX_PIECES pieces."""
+    """Return the least memory per example, with activations recomputed in MAX_PIECES pieces."""
     return -(-network.kept_bytes // MAX_PIECES) + _working_bytes(network, is_recomputed=True)
 
 
@@ -276,7 +276,7 @@ def fits_budget(budget_bytes: int, engines: Iterable[str], work: WorkEstimate) -
 
 
 def tier_coverage(fleet: Iterable[TierDevice], engines: Iterable[str], work: WorkEstimate) -> dict[str, TierCoverage]:
-    """Return the coverage of each tier that has devices, smallest tier first."""
+    """Count each tier's devices and examples, in total and with enough memory, smallest tier first."""
     engine_names = tuple(engines)
     coverage: dict[str, TierCoverage] = {}
     for device in fleet:

@@ -213,7 +213,7 @@ def describe_unequal_scales(x: np.ndarray, names: Sequence[str] = ()) -> str:
 
 
 def fill_missing(x: np.ndarray, fill: object) -> np.ndarray:
-    """Return stored examples with NaN replaced by a [data] `fill` of one number. Readers fill tables."""
+    """Return stored examples with NaN replaced, if `fill` is a number. Table readers fill their own gaps."""
     return np.where(np.isnan(x), x.dtype.type(fill), x) if isinstance(fill, float) and x.dtype.kind == "f" else x
 
 

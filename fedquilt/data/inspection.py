@@ -365,7 +365,7 @@ def require_classes(labels: Sequence[str], count: int, location: str) -> list[st
 
 
 def are_classes(kinds: np.ndarray, count: int) -> bool:
-    """Return whether these distinct labels of `count` examples are classes rather than measurements."""
+    """Return whether `count` labels with these distinct values are classes rather than measurements."""
     if not len(kinds) or (kinds != np.rint(kinds)).any():
         return False
     return len(kinds) <= MAX_DISTINCT_CLASSES or (

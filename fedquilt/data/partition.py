@@ -2,7 +2,7 @@
 
 Every device computes the same partition from the labels and takes its own share, so that shares are disjoint and cover
 all rows without communication. Groups of classes or sources split rows and devices first, and each group is partitioned
-by itself. Only uniform and gamma draws of PCG64 are used. Orders are sorted uniform draws, independent of numpy's
+by itself. Only uniform and gamma draws of PCG64 are used. A random order sorts uniform draws, without numpy's
 shuffle.
 """
 

@@ -23,7 +23,7 @@ MAX_CATEGORIES: Final = 256  # words of a column; columns with more words contai
 
 
 def complete_data_table(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a [data] table with the words in place of "auto", and with the depth of grey images."""
+    """Return a [data] table with measured category words in place of "auto", and the depth of grey images."""
     return _add_image_depth(_add_category_words(table))
 
 

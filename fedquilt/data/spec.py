@@ -24,7 +24,7 @@ HOW = ("task", "target", "labels", "categories", "fill", "column", "audio", "tex
 
 
 def is_builtin_dataset(name: str) -> bool:
-    """Return whether `dataset` without `path` names a set of fedquilt or scikit-learn, not of a plug-in."""
+    """Return whether a data set belongs to fedquilt or scikit-learn, rather than to a plug-in."""
     return name in SYNTHETIC or name.startswith(SKLEARN)
 
 

@@ -52,7 +52,7 @@ def write_bundle(folder: Path, meta: Mapping[str, Any], files: Mapping[str, byte
 def load_bundle(folder: Path, disk: Disk = REAL, content: str = "") -> Bundle:
     """Return a bundle whose files are present with the right sizes.
 
-    Raise JobError if the bundle is missing or damaged, or its `hash_content` is not `content` (unless "").
+    Raise JobError if the bundle is missing or damaged, or if its `hash_content` differs from a given `content`.
     `Bundle.load` verifies the sha256 of the file that it reads, and raises JobError too.
     """
     index_path = folder / "bundle.json"
@@ -124,7 +124,7 @@ def is_current(job_file: Path, bundle: Path) -> bool:
 
 
 def stamp_inputs(job_file: Path, job: Mapping[str, Any]) -> BundleInputs:
-    """Return digests that change with the job file, or with size or time of a file that the job names.
+    """Return digests that change with the job file, or with the size or time of any file that it names.
 
     Call this before the preparation reads the files, so that a change during the preparation is detected.
     """

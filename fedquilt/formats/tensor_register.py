@@ -52,7 +52,7 @@ class TensorRegister(msgspec.Struct, frozen=True):
         return _entries_by_name(self).get(name)
 
     def parameter_names(self, model: Tensors) -> list[str]:
-        """Return the names of the model's parameters, and of tensors that the register does not contain."""
+        """Return the names of the model's parameters. Tensors missing in the register count as parameters."""
         return [
             name
             for name in tensor_shapes(model)
@@ -79,7 +79,7 @@ class TensorRegister(msgspec.Struct, frozen=True):
         return {entry.module for entry in self.tensors if entry.type in CONVOLUTIONS and entry.name in model}
 
     def weights_by_module(self) -> dict[str, str]:
-        """Return the name of the parameter "weight" of each module, without computed weights."""
+        """Return the names of the modules' weights, by module path. Computed weights are left out."""
         entries = [entry for entry in self.tensors if entry.name_in_module == "weight" and entry.kind == "parameter"]
         return {entry.module: entry.name for entry in entries}
 

@@ -113,7 +113,7 @@ def convert_table(table: Any, kind: type[T], source: str) -> T:
 def suggest_nearest(word: str, choices: Iterable[str]) -> str:
     """Return a "did you mean ...?" suffix with the nearest choice, or "" if no choice is similar.
 
-    Upper and lower case are equal, and leading dashes of options are ignored.
+    Case and the leading dashes of options are ignored.
     """
     import difflib
 

@@ -95,11 +95,11 @@ class Schedule(Arguments, frozen=True):
         return self._main_factor(position - rise, scale)
 
     def step_factor(self, round: int, step: int, steps: int) -> float:
-        """Return the factor on the round's rate at a step, which is 1 unless the schedule is over "steps"."""
+        """Return the factor on the round's rate at a step: 1, unless the rate changes within rounds."""
         return self.rate_factor(round, step, steps) if self.over == "steps" else 1.0
 
     def _main_factor(self, step: int, scale: int) -> float:
-        """Return the factor at a step after the warm-up. `scale` is the number of steps in a round."""
+        """Return the factor at `step`, counted from the end of the warm-up, with `scale` steps in a round."""
         return 1.0
 
     def _length(self, scale: int) -> int:
@@ -269,7 +269,7 @@ def list_plugins(params: Mapping[str, Any]) -> list[tuple[Literal["loss", "trans
 
 
 def describe_torch_choices(params: Mapping[str, Any]) -> str:
-    """Return the parameters that only torch supports, as in "ema = 0.9 and accumulate = 2", or ""."""
+    """Return the parameters that only torch supports as text, "ema = 0.9 and accumulate = 2", or ""."""
     optimizer, arguments = parse_optimizer(params.get("optimizer", "sgd"))
     needs = {
         "loss": params.get("loss"),

@@ -44,7 +44,7 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class State:
-    """Initial network of each memory tier, with the default network as "", and the global prototypes."""
+    """Initial network of each memory tier ("" is the default network), and the global prototypes."""
 
     params: dict[str, Any]
     networks: dict[str, NetworkState]

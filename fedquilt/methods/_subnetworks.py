@@ -52,7 +52,7 @@ def make_subnetwork_state(
 
 @dataclass(frozen=True)
 class BatchNormSums:
-    """Sums of batch norm statistics over devices k, by rate: n_k mean_k, n_k (var_k + mean_k^2) and n_k."""
+    """Sums by rate over devices with n_k examples: n_k mean_k, n_k (var_k + mean_k^2), and n_k."""
 
     total: Mapping[str, Mapping[str, exact_sums.ExactSum]] = field(default_factory=dict)
     weight: Mapping[str, exact_sums.ExactScalar] = field(default_factory=dict)
@@ -79,7 +79,7 @@ def make_statistics_round(
         return [name for pair in mean_by_variance.items() for name in pair[::-1] if name not in frozen]
 
     def send(state: State, device: core.DeviceView) -> core.TaskSpec:
-        """Return the task spec with the sub-networks up to the device's rate, and wider ones in its budget."""
+        """Return the task spec with sub-networks up to the device's rate, and wider ones that fit its memory."""
         device_rate, work = rate_of(state, device), core.WorkEstimate()
         rates: list[float] = []
         bundles: dict[str, core.Tensors] = {}

@@ -111,7 +111,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec | None:
 
 
 def validate_site_sums(state: State, total: ExactMomentSums, weight: float) -> None:
-    """Raise UpdateError unless the moments can be those of a site's devices with this total weight."""
+    """Raise UpdateError if a site's moments are impossible for the total weight of its devices."""
     class_moments.validate_site_moments(total, len(state.stock.labels), _feature_width(state), weight, exact=True)
 
 

@@ -52,7 +52,7 @@ class Params(fedavg.Params):
 class MixtureHooks:
     """Hooks with two steps on each mini-batch: of the mixture m, then of the shared model w.
 
-    The first step moves v (the anchor "own") and alpha, the second w (the anchor "shared").
+    The first step moves the own model v (anchor "own") and the weight alpha, the second moves w (anchor "shared").
     """
 
     def __init__(self, alpha: float, rate: float) -> None:
@@ -66,7 +66,7 @@ class MixtureHooks:
         )
 
     def correct(self, gradient: Any, value: Any, anchors: Mapping[str, Any]) -> Any:
-        """Return the gradient unchanged. In the first step, its product with v - w is added to alpha's slope."""
+        """Return the gradient. In the first step, add its product with own - shared to the gradient of alpha."""
         if self._is_mixture:
             self._slope = self._slope + ((anchors["own"] - anchors["shared"]) * gradient).sum()
         return gradient
@@ -91,7 +91,7 @@ class MixtureHooks:
             self.alpha = min(max(self.alpha - self._rate * float(self._slope), 0.0), 1.0)
 
     def _pairs(self, module: Any) -> list[tuple[Any, Any, Any, bool]]:
-        """Return for each name v, w, the module's tensor, and whether the tensor is a parameter."""
+        """Return own, shared and module value of each tensor, and whether the tensor is trained."""
         from fedquilt.models.networks import traces
 
         trained, state = dict(module.named_parameters()), traces.state_without_aliases(module)
@@ -100,7 +100,7 @@ class MixtureHooks:
 
 
 def load_own_model(task: core.Task, site: core.ClientContext) -> tuple[core.Tensors, float]:
-    """Return the own model and its weight alpha, initially the received model and `alpha`."""
+    """Return the own model and its weight, at first the received model and the parameter `alpha`."""
     received = site.load("model")
     own = {name: array for name, array in site.private_state.items() if name != ALPHA} or received
     tensors.require_matching(own, received)

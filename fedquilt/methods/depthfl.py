@@ -68,7 +68,7 @@ def body(state: NetworkState) -> stages.StagedNetwork:
 
 
 def leading_stage_places(state: NetworkState, depth: int) -> TensorCut:
-    """Return a cut with the whole tensors of the first `depth` stages and their exits."""
+    """Select the first `depth` stages and their exits, with all entries of each tensor."""
     network = body(state)
     names = [name for stage in network.stages[:depth] for name in stage.names]
     names += [f"exit.{i}.{suffix}" for i in range(min(depth, len(network.stages) - 1)) for suffix in ("weight", "bias")]
@@ -78,7 +78,7 @@ def leading_stage_places(state: NetworkState, depth: int) -> TensorCut:
 
 
 def exit_inputs(body: stages.StagedNetwork) -> list[list[Any]]:
-    """Return the input of each exit: the layer that also receives it, and the number of its channels."""
+    """Return, for each exit, the layer that receives the same input, and the input's channel count."""
     return [[stage.entrance, stage.width] for stage in body.stages[1:]]
 
 
@@ -103,7 +103,7 @@ class Exits:
     scores: list[Any] = field(default_factory=list)
 
     def make_prepare_hook(self, start: Mapping[str, np.ndarray]) -> Any:
-        """Return the hook that adds the exits to the plain network, whose tensors `start` contains."""
+        """Return the hook that adds the exits to the plain network. `start` has the tensors of both."""
 
         def add_exits(module: Any) -> Any:
             plain_names = module.state_dict().keys()

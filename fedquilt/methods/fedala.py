@@ -53,7 +53,7 @@ class BlendingHooks:
         self.steps = (core.Step(rate=lambda name: float(name in names), penalty=self._keep_weights),)
 
     def correct(self, gradient: Any, value: Any, anchors: Mapping[str, Any]) -> Any:
-        """Update the anchor "weights" (W) in place, and return the gradient that moves to the new blend."""
+        """Update the anchor "weights" (W), and return the gradient that moves the model to the new blend."""
         difference = anchors["received"] - anchors["own"]
         anchors["weights"].copy_((anchors["weights"] - self._eta * gradient * difference).clamp(0, 1))
         return (value - anchors["own"] - difference * anchors["weights"]) / self._rate
@@ -64,7 +64,7 @@ class BlendingHooks:
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> NetworkState:
-    """Return FedAvg's first state for a network with a last linear layer."""
+    """Return FedAvg's first state. Raise ModelError if the network has no last linear layer."""
     initial = fedavg.init(bundle, params, seed)
     ft_part.last_layer_tensors(initial, params.layers)  # raises ModelError
     return initial
@@ -85,7 +85,7 @@ def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Learn the blending weights, train from the blend, and return the model. The device keeps both."""
+    """Learn the blending weights, then train from the blend. The device keeps the weights and the model."""
     start, weights = site.load("model"), dict[str, np.ndarray]()
     if site.private_state:
         own = load_own_model(site)

@@ -51,7 +51,7 @@ class Params:
             raise ValueError("nesterov = true requires a momentum above 0")
 
     def require_plain_steps(self, reason: str) -> None:
-        """Raise ValueError for a learning-rate schedule within rounds, or if averaged weights are sent."""
+        """Raise ValueError if the learning rate changes within rounds, or a moving average (`ema`) is sent."""
         if training_choices.parse_schedule(self.schedule).over == "steps":
             raise ValueError(f'schedule over "steps" is not possible, because {reason}: set over = "rounds"')
         if self.ema:
@@ -79,7 +79,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 
 def validate_site_sums(state: NetworkState, total: WeightedSums, weight: float) -> None:
-    """Raise UpdateError unless the sums of a site can come from devices of this total weight."""
+    """Raise UpdateError if a site's sums are impossible for the total weight of its devices."""
     if total.weight != weight:
         raise core.UpdateError(f"the site's sums have the weight {total.weight:g}, but its update {weight:g}")
     exact_sums.require_valid_sums(total.total, state.model, weight)

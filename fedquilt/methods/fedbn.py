@@ -73,7 +73,7 @@ def result(state: State) -> core.Artefact:
 
 
 def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
-    """Return the shared tensors with the device's batch norm, or before training with the initial one."""
+    """Return the shared tensors with the device's batch norm, which before training is the initial one."""
     norm = site.load("norm")
     if site.private_state:
         tensors.require_matching(site.private_state, norm)

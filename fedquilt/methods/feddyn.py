@@ -97,7 +97,7 @@ def validate_update(state: State, update: core.DeviceUpdate) -> None:
 
 
 def validate_site_sums(state: State, total: FedDynSums, weight: float) -> None:
-    """Raise UpdateError unless the sums of a site can come from devices of this total weight."""
+    """Raise UpdateError if a site's sums are impossible for the total weight of its devices."""
     fedavg.validate_site_sums(state, total, weight)
     if not 0 <= total.new_devices <= weight:
         raise core.UpdateError(f"{total.new_devices} of {weight:g} devices are reported as new")

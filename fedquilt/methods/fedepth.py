@@ -84,7 +84,7 @@ def split_into_groups(body: StagedNetwork, count: int) -> list[StageGroup]:
 
 
 def places_for_groups(state: NetworkState, body: StagedNetwork, count: int) -> TensorCut:
-    """Return a cut with the whole tensors of the network and of the links between `count` groups."""
+    """Select the network and the links between `count` groups, with all entries of each tensor."""
     links = [link_name(group.end) for group in split_into_groups(body, count)[:-1]]
     return dict.fromkeys(sorted([*plain_network(state), *links]), (None, None))
 

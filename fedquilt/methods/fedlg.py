@@ -61,7 +61,7 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
 
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
-    """Return the task spec to train, while probing with another pass for gradient sizes."""
+    """Return the task spec to train. While probing, one more pass measures gradient sizes."""
     task_spec = fedrep.send(state, device)
     work = task_spec.work
     if not state.shared:  # one more pass, forward and back, for the gradients of the trained network
@@ -95,7 +95,7 @@ def update_schema(state: State) -> core.UpdateSchema:
 
 
 def fold(state: State, accumulator: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
-    """Return the sums with an update's learnGene added in place, or while probing with gradient sizes."""
+    """Return the sums with an update's learnGene, or while probing its gradient sizes, added in place."""
     if state.shared:
         reference = {name: state.own[name] for name in state.shared}
         return fedavg.fold(replace(state, model=reference), accumulator, update)

@@ -162,7 +162,7 @@ def merged_model(state: State) -> dict[str, np.ndarray]:
 
 
 def merge_adapters(params: Mapping[str, Any], backbone: core.Tensors, trained: core.Tensors) -> dict[str, np.ndarray]:
-    """Return the backbone with merged adapters and, for other names in `trained`, the trained tensors."""
+    """Return the backbone with adapters merged, and with all other tensors of `trained` put in place."""
     model = {**backbone, **{name: trained[name] for name in trained if name in backbone}}
     return lora.merge_shared(model, trained, lora.sites_from_json(params["places"]), adapter_scale(params))
 

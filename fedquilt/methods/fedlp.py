@@ -36,7 +36,7 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class FedLPSums(WeightedSums):
-    """Sums over devices k: n_k * w_k of each received tensor, and n_k by tensor."""
+    """Sums over devices: received tensors times the device's examples, and the examples of each tensor."""
 
     tensor_weights: Mapping[str, exact_sums.ExactScalar] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train as in FedAvg, and return a random choice of layers, each with probability `keep`."""
+    """Train as in FedAvg, and return each layer with probability `keep`."""
     client_result = fedavg.work(task, site)
     model = client_result.bundles["model"]
     kept_layers = [names for names in task.params["units"] if site.rng.random() < task.params["keep"]]

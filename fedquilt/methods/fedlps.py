@@ -94,7 +94,7 @@ def encoder_names(state: State) -> set[str]:
 
 
 def places_by_share(state: State) -> dict[float, TensorCut]:
-    """Return the indices of a part's channels in each tensor, for each share of channels in a part."""
+    """Return the indices of the kept channels in each tensor, for each share of kept channels."""
     shares = sorted({canonical_share(state, share) for share in remaining_shares(state.params)})
     return {
         share: width.unit_indices_by_tensor(state.plan, state.model, state.units_by_share.get(f"{share:g}", {}))
@@ -103,7 +103,7 @@ def places_by_share(state: State) -> dict[float, TensorCut]:
 
 
 def canonical_share(state: State, share: float) -> float:
-    """Return the largest share of a tier with as many channels in the predictor as `share`."""
+    """Return the largest share of a tier that keeps as many predictor channels as `share` does."""
     pruned = next(iter(state.units_by_share.values()))
     return heterofl.canonical_rate(
         [state.plan.widths[group] for group in pruned], remaining_shares(state.params), share

@@ -42,7 +42,7 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class FedNovaSums(WeightedSums):
-    """Sums of n_i y_i / a_i (trained tensors) and n_i y_i (statistics). a_i are effective local steps."""
+    """Sums weighted by examples: trained tensors over their effective steps, and batch norm statistics."""
 
     inverse_steps: exact_sums.ExactScalar = exact_sums.ExactScalar()  # sum_i n_i / a_i
     weighted_steps: exact_sums.ExactScalar = exact_sums.ExactScalar()  # sum_i n_i a_i
@@ -58,7 +58,7 @@ def effective_steps(steps: float, params: Mapping[str, Any]) -> float:
 
 
 def validate_site_sums(state: NetworkState, total: FedNovaSums, weight: float) -> None:
-    """Raise UpdateError unless the sums can be those of a site's devices with this total weight."""
+    """Raise UpdateError if a site's sums are impossible for the total weight of its devices."""
     fedavg.validate_site_sums(state, total, weight)
     if weight and not (0 < float(total.inverse_steps) <= weight <= float(total.weighted_steps)):
         raise UpdateError("the site's sums of n_i / a_i and n_i a_i are impossible for devices with at least one step")

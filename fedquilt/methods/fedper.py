@@ -26,7 +26,7 @@ from fedquilt.methods import fedavg, fedrep, ft_part, parfed
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
-    """FedAvg's parameters, and the place of the division."""
+    """FedAvg's parameters, and where the network is divided."""
 
     stays: Literal["last", "first"] = "last"  # layers that stay on the device: last is FedPer, first is LG-FedAvg
     layers: Annotated[int, Meta(ge=1)] = 1  # K_P: last layers, which stay or are shared

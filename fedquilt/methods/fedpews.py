@@ -88,7 +88,7 @@ class State(NetworkState):
 
 @dataclass(frozen=True)
 class MaskedSums:
-    """Sums of a warm-up round: weighted covered entries, and the weights that cover them."""
+    """Sums of a warm-up round by entry: covered values times device weights, and these weights."""
 
     total: Mapping[str, exact_sums.ExactSum]  # sum_i n_i x_i m_i; counters: the largest
     # sum_i n_i m_i in the tensor's shape, or a single entry if the masks cover the whole tensor.
@@ -138,7 +138,7 @@ def full_task_spec(state: State) -> core.TaskSpec:
 
 
 def _mean_mask_of_others(state: State, device: str) -> np.ndarray | None:
-    """Return the mean mask of the other devices, 0.5 at first, or None if they have not published any."""
+    """Return the other devices' mean mask, 0.5 if no device has published one, or None if only this one."""
     if not state.published:
         return np.full(state.plan.neurons, 0.5, np.float32)
     published_masks = [mask for name, mask in sorted(state.published.items()) if name != device]
@@ -259,7 +259,7 @@ def add_covered(
     neurons: np.ndarray,
     published: Mapping[str, np.ndarray],
 ) -> MaskedSums:
-    """Return the sums with the entries added in place that a device's mask `neurons`, (h,), covers.
+    """Add the entries that a device's mask `neurons`, (h,), covers in place, and return the sums.
 
     Raises:
         UpdateError: If the entries are not those that the mask covers, or are not finite.

@@ -75,7 +75,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 
 def _load_part(task: core.Task, site: core.ClientContext) -> tuple[core.Tensors, Mapping[str, np.ndarray]]:
-    """Return the network with 0 outside the device's part, and by tensor the mask of the part."""
+    """Return the network with 0 outside the device's part, and the part's mask of each tensor."""
     plan = masks.plan_from_array(site.load("plan")["json"])
     cover = masks.covered_entries(plan, masks.mask_of_equal_part(plan, task.params["part"], task.params["parts"]))
     return masks.restore_masked_tensors(site.load("model"), cover), cover

@@ -71,7 +71,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def load_device_network(site: core.ClientContext) -> dict[str, np.ndarray]:
-    """Return the received tensors and the device's own ones, before the first training the job's."""
+    """Return the received tensors with the device's own ones, which before training are the job's."""
     initial_own = site.load("own")
     tensors.require_matching(
         site.private_state, {name: initial_own[name] for name in initial_own if name in site.private_state}

@@ -192,7 +192,7 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def result(state: State) -> core.Artefact:
-    """Return the network with the shared adapters merged. `meta["private"]` lists devices' tensors."""
+    """Return the network with shared adapters merged. `meta["private"]` lists what stays on devices."""
     adapter_sites = fedlora.adapted_layers(state.network)
     # A device's own branch changes the weights of all adapted layers.
     private = {f"{layer}.weight" for site in adapter_sites for layer in site.layers}

@@ -99,7 +99,7 @@ def is_trained(trained: list[str], name: str) -> bool:
 
 
 def require_separable(register: TensorRegister) -> None:
-    """Raise ModelError if modules share a tensor, or a running statistic is not one of batch norm."""
+    """Raise ModelError if modules share a tensor, or any but batch norm has running statistics."""
     for entry in register.tensors:
         if entry.aliases:
             raise core.ModelError(
@@ -220,7 +220,7 @@ class _Copies:
         return core.Examples(rows, examples.y), quantitative, hooks, metadata.rows * layout.row_bytes
 
     def _find_or_cache_rows(self, examples: core.Examples, split: str) -> output_cache.CacheMetadata | None:
-        """Return the metadata of cached outputs, computed if missing, or None if they exceed the cache."""
+        """Compute missing outputs. Return the cache's metadata, or None if the outputs exceed `cache_mb`."""
         folder, params = self._site.cache, self._task.params
         key = self._make_cache_key(examples)
         if (metadata := output_cache.find_complete_rows(folder, split, key, len(examples))) is not None:

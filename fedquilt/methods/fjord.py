@@ -72,7 +72,7 @@ class OrderedDropoutHooks:
         return module
 
     def unit_mask(self, groups: tuple[str, ...], repeat: int) -> np.ndarray:
-        """Return a float32 mask, (inputs,), with 1 for used units. Each unit of `groups` has `repeat` inputs."""
+        """Return a layer's float32 input mask, (inputs,), with 1 for the `repeat` inputs of each used unit."""
         parts = []
         for name in groups:
             full_count = self._plan.widths.get(name)

@@ -253,7 +253,7 @@ def _load_received_layers(
 
 
 def _load_previous_model(site: core.ClientContext, received: core.Tensors) -> core.Tensors:
-    """Return theta~: the device's stored model, or the received model before the first training."""
+    """Return the device's stored model, or the received model before the first training."""
     if not site.private_state:
         return received
     tensors.require_matching(site.private_state, received)
@@ -268,7 +268,7 @@ def _sample_examples(site: core.ClientContext, max_count: int) -> core.Examples:
 def _find_elastic_gene(
     task: core.Task, site: core.ClientContext, previous: core.Tensors, received: core.Tensors, bound_names: list[str]
 ) -> dict[str, np.ndarray]:
-    """Return el of GENE-FL's Eq. 6: device values of low Fisher information, otherwise cluster values."""
+    """Return the device's values of low Fisher information, else the cluster's (GENE-FL, Eq. 6)."""
     if not (bound_names and task.params["elastic"]):
         return {name: previous[name] for name in bound_names}
     examples = _sample_examples(site, task.params["fisher_samples"])
@@ -294,7 +294,7 @@ def _count_held_correct(task: core.Task, site: core.ClientContext, model: core.T
 
 
 def fold(state: State, accumulator: GeneFLSums | None, update: core.DeviceUpdate) -> GeneFLSums:
-    """Return the sums with a learnGene added to those of its cluster, or with another fingerprint.
+    """Return the sums with an update's learnGene added to its cluster's sum, or its fingerprint stored.
 
     Raises:
         UpdateError: If the update has a wrong number of layers, wrong tensors or an impossible accuracy.
@@ -331,10 +331,10 @@ def fold(state: State, accumulator: GeneFLSums | None, update: core.DeviceUpdate
 
 
 def rebase(state: State, earlier: State, update: core.DeviceUpdate, weight: float) -> core.DeviceUpdate:
-    """Mix the layers of a late learnGene into those of its cluster: (1 - s) x + s y with the weight s.
+    """Mix the layers of a late learnGene into those of its cluster. Its share is `weight`.
 
-    A layer that the cluster lacks is taken as it is. A learnGene from before a decrease of L_t loses its last layers.
-    A fingerprint does not depend on the state.
+    A layer that the cluster lacks is taken unchanged. Layers beyond the present size of learnGenes are dropped.
+    Fingerprints are returned unchanged, because they do not depend on the state.
     """
     cluster = state.assigned.get(update.device)
     if "gene" not in update.bundles or cluster is None:
@@ -409,7 +409,7 @@ def _average_layers_by_cluster(state: State, total: GeneFLSums) -> State:
 
 
 def _shrink_gene_if_accurate(state: State, total: GeneFLSums) -> State:
-    """Return the state after a round, with fewer layers to send if `shrink_every` rounds kept accuracy."""
+    """Return the state, with one layer less to send if accuracy has held for `shrink_every` rounds."""
     if not total.counts:
         return state  # no device trained
     examples = float(total.held_examples)

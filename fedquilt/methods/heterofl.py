@@ -110,7 +110,7 @@ def leading_places(state: State, rate: float) -> TensorCut:
 
 
 def canonical_rate(widths: Collection[int], rates: Sequence[float], rate: float) -> float:
-    """Return the largest of `rates` and 1 that leaves as many of each group's `widths` units as `rate`."""
+    """Return the largest of `rates` and 1 that keeps as many units of each group as `rate` does."""
 
     def unit_counts(rate: float) -> list[int]:
         return [width_parts.unit_count(width, rate) for width in widths]
@@ -160,7 +160,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def with_training_round(state: State, task_spec: core.TaskSpec) -> core.TaskSpec:
-    """Return the task spec with the number of statistics rounds, which the learning rate ignores."""
+    """Return the task spec with the number of statistics rounds, which the schedule must not count."""
     return replace(task_spec, params={**task_spec.params, "settled": state.settled})
 
 

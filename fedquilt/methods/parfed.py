@@ -35,7 +35,7 @@ class Params(fedavg.Params):
 def convolution_weights(initial: NetworkState) -> list[str]:
     """Return the weight names of convolutions larger than 1x1, in the network's call order.
 
-    A network without convolutions gives the matrices of linear, attention and recurrent layers, except the head's.
+    Without convolutions, these are the matrices of linear, attention and recurrent layers, except the head's.
 
     Raises:
         ModelError: If there are neither convolutions nor matrices.

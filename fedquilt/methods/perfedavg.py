@@ -43,10 +43,10 @@ class Params(fedavg.Params):
 
 
 class MetaStep:
-    """Steps on each mini-batch, from the model w to u, then from w along the gradient at u.
+    """Two steps on each mini-batch: from the model w to the adapted u, then from w by the gradient at u.
 
-    The second step starts at u, so that its gradient includes the way back, (u - w) / beta. The anchor "w" is the value
-    of each tensor before the first step. Source: Per-FedAvg, section 5.
+    The optimizer applies the second step at u. Its gradient therefore contains (u - w) / beta, which undoes the first
+    step. The anchor "w" has the values before the first step. Source: Per-FedAvg, section 5.
     """
 
     def __init__(self, alpha: float, beta: float) -> None:
@@ -57,7 +57,7 @@ class MetaStep:
         )
 
     def correct(self, gradient: Any, value: Any, anchors: Mapping[str, Any]) -> Any:
-        """Return the gradient of the current step, in the second step with the way back from u to w."""
+        """Return the gradient. In the second step, add a term that undoes the first step."""
         if self._is_second_step:
             return gradient + (value - anchors["w"]) / self._beta
         anchors["w"].copy_(value)

@@ -75,7 +75,7 @@ class MoreauEnvelope:
                     self._w[name].sub_(self._rate * (self._w[name] - value))
 
     def final_anchor(self, theta: Tensors) -> dict[str, np.ndarray]:
-        """Return the shared model w after its last step towards `theta`. Tensors without a w are theta's."""
+        """Return the shared model after its last step towards `theta`. Buffers are those of `theta`."""
         w = {name: value.cpu().numpy() for name, value in self._w.items()}
         return {
             name: (w[name] - self._rate * (w[name] - array)).astype(array.dtype) if name in w else array
@@ -89,7 +89,7 @@ def send(state: NetworkState, device: DeviceView) -> TaskSpec:
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
-    """Train the personal and the shared model together. The device sends the latter, keeps the former."""
+    """Train both models together. The device sends the shared model and keeps the personal one."""
     received = site.load("model")
     envelope = MoreauEnvelope(task.params["pull"], task.params["inner"], task.params["outer_lr"])
     client_result = local_training.train_from(

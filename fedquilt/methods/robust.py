@@ -69,7 +69,7 @@ class Params(fedavg.Params):
             )
 
     def minimum_updates(self) -> int:
-        """Return the smallest number of updates with which the rule always tolerates the assumed attackers."""
+        """Return the number of updates from which on the rule tolerates the assumed attackers."""
         return 1 + max((count for count in range(self.most) if not self._tolerates(count)), default=0)
 
     def _tolerates(self, updates: int) -> bool:
@@ -86,7 +86,7 @@ class State(NetworkState):
 
 @dataclass(frozen=True)
 class CollectedUpdates:
-    """Updates of a round by device, and the number of updates beyond the limit that were left out."""
+    """Updates of a round by device, up to a limit, and the number of updates that were left out."""
 
     updates: Mapping[str, Mapping[str, np.ndarray]]
     left_out: int = 0
@@ -104,7 +104,7 @@ def collect_update(
 ) -> CollectedUpdates:
     """Return the collected updates with the bundle `name` of an update added.
 
-    Beyond `max_updates`, a draw by `seed` selects which updates stay, whatever their order of arrival.
+    If there are more than `max_updates`, `seed` alone decides which stay, whatever their order of arrival.
 
     Raises:
         UpdateError: If a tensor's name, shape or type differs from `reference`, or a number is out of range.
@@ -292,7 +292,7 @@ def draw_buckets(count: int, size: int, rng: np.random.Generator) -> list[list[i
 
 
 def tolerates_attackers(rule: str, count: int, f: int, size: int) -> bool:
-    """Return whether a rule limits the effect of f arbitrary of `count` updates, in buckets of `size`.
+    """Return whether a rule limits the effect of f attackers among `count` updates in buckets of `size`.
 
     Krum needs more than 2 f + 2 buckets, all other rules more than 2 f.
     """

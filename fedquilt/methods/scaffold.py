@@ -109,7 +109,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 
 def validate_site_sums(state: State, total: ScaffoldSums, weight: float) -> None:
-    """Raise UpdateError unless the sums of a site can come from devices of this total weight."""
+    """Raise UpdateError if a site's sums are impossible for the total weight of its devices."""
     fedavg.validate_site_sums(state, total, weight)
     exact_sums.require_valid_sums(total.slopes, state.control, weight)
     if not 0 <= total.new_devices <= weight:

@@ -148,7 +148,7 @@ def decode_ints(values: list[int | memoryview], max_count: int, description: str
 
 
 def decode_text(values: list[int | memoryview] | None, max_bytes: int, description: str) -> str:
-    """Return a field of kind "bytes" as text, "" if absent, or raise ProtobufError beyond `max_bytes`."""
+    """Return a "bytes" field as text, or "" if absent. Raise ProtobufError if it exceeds `max_bytes`."""
     if not values:
         return ""
     (value,) = values
@@ -254,7 +254,7 @@ RUNTIMES: Final[Mapping[tuple[int, int], Versions]] = {
 
 
 def explain_unsupported(graph: Versions, libraries: Mapping[str, str]) -> str:
-    """Return why the ONNX Runtime in a device's `libraries` cannot load a graph, or "" if it may."""
+    """Return why a device's ONNX Runtime cannot load a graph, or "" if it can or is of an unknown release."""
     installed = {}
     for name in ("onnxruntime", "onnxruntime-gpu"):
         if numbers := re.match(r"(\d{1,4})\.(\d{1,4})", libraries.get(name, "")):

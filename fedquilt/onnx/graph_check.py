@@ -228,7 +228,7 @@ class _GraphCheck:
     def check_graph(
         self, data: memoryview, depth: int, outer: ChainMap[str, list[float]]
     ) -> tuple[int, tuple[GraphValue, ...], tuple[GraphValue, ...]]:
-        """Return the bytes of a graph's weights, its inputs that are not weights, and its outputs.
+        """Check a graph, and return the bytes of its weights, its inputs except weights, and its outputs.
 
         `outer` has the constants of enclosing graphs by name. Raise ModelError if the graph is not permitted.
         """
@@ -252,7 +252,7 @@ class _GraphCheck:
         return weight_bytes, inputs, tuple(values["output"])
 
     def check_node(self, data: memoryview, constants: ChainMap[str, list[float]], depth: int) -> int:
-        """Return the bytes of the weights in a node's attributes. Add a constant's value to `constants`."""
+        """Check a node, and return the bytes of weights in its attributes. Add its constant to `constants`."""
         self.nodes += 1
         if self.nodes > MAX_NODES:
             raise ModelError(f"the graph has more than {MAX_NODES} nodes: export a smaller network")
@@ -282,7 +282,7 @@ class _GraphCheck:
     def _check_attribute(
         self, data: memoryview, kind: str, constants: ChainMap[str, list[float]], depth: int
     ) -> tuple[int, list[float] | None]:
-        """Return the bytes of the weights in an attribute, and its numbers if they may be sizes of a tensor."""
+        """Check an attribute, and return the bytes of its weights, and numbers that may be a tensor's shape."""
         attribute = self._read_message(data, ATTRIBUTE, f"an attribute of {kind}")
         name = decode_text(attribute.get("name"), MAX_NAME_BYTES, "a name")
         for value in _bytes_fields(attribute, "strings", MAX_LIST):
@@ -302,7 +302,7 @@ class _GraphCheck:
         return weight_bytes, values
 
     def check_tensor(self, data: memoryview) -> tuple[str, int, list[float] | None]:
-        """Return a tensor's name, its size in bytes, and its numbers if they may be sizes of another tensor."""
+        """Check a tensor, and return its name, its bytes, and its values if they may be a tensor's shape."""
         self.tensors += 1
         _require(self.tensors <= MAX_TENSORS, f"the graph has more than {MAX_TENSORS} tensors")
         tensor = self._read_message(data, TENSOR, "a tensor")

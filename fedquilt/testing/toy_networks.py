@@ -119,7 +119,7 @@ def run_method(
 def deliver_task(
     method: Method, task_spec: TaskSpec | None, member: DeviceData, engine: Any, **options: Any
 ) -> tuple[Task, ClientContext]:
-    """Return the task and the client context of a task spec, without ONNX graphs and with loaded tensors."""
+    """Return the task and client context of a task spec. Tensors are loaded, and ONNX graphs left out."""
     assert task_spec is not None
     with tempfile.TemporaryDirectory() as folder:
         default_options = {"path_of_blob": lambda ref: Path(ref.sha256), **options}
@@ -391,7 +391,7 @@ class Scenario:
 
 
 def make_scenario(name: str) -> Scenario:
-    """Return the smallest scenario for a method, with several memory tiers for the suffix MIXED_SUFFIX.
+    """Return the smallest scenario for a method. A name with MIXED_SUFFIX gets several memory tiers.
 
     Raises:
         JobError: If there is no such method.

@@ -149,7 +149,7 @@ def _resize_images(reader: ExampleReader, spec: DataSpec) -> ExampleReader:
 
 
 def _combine_readers(readers: Sequence[ExampleReader], spec: DataSpec) -> ExampleReader:
-    """Return a reader of all sources. Mixed sources become colour images, and floats from 0 to 1."""
+    """Return a reader of all sources. Mixed grey and colour becomes colour, and mixed types become floats."""
     shape, dtype = _common_shape(readers, spec), _common_type(readers, spec)
     sizes = [len(reader.y) for reader in readers]
     starts, origin = np.cumsum([0, *sizes]), np.repeat(np.arange(len(readers)), sizes)

@@ -85,7 +85,7 @@ def describe_class_problem(y: np.ndarray, classes: int | None = None, *, is_tabl
 def number_labels(y: np.ndarray, path: Path | str, names: Sequence[str]) -> np.ndarray:
     """Return each label's index among the class names, (n,), or raise DataError for an unknown label.
 
-    Whole-number labels are indices already if no name is a number.
+    If no name is a number, whole-number labels are indices already.
     """
     kinds, kind_indices = np.unique(y, return_inverse=True)
     index_by_name = {name: class_index for class_index, name in enumerate(names)}

@@ -82,7 +82,7 @@ def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarra
 
 
 def pixels_from_image(image: Any, name: str, depth: int = 0, *, keep_grey: bool = False) -> np.ndarray:
-    """Return an open Pillow image's pixels as `read_image` does. `keep_grey` leaves 8-bit grey (h, w)."""
+    """Return a Pillow image's pixels as `read_image` does. With `keep_grey`, 8-bit grey stays (h, w)."""
     from PIL import ImageOps
 
     _require_supported_mode(image, name)

@@ -428,7 +428,7 @@ def _chunk_from_rows(head: Sequence[str], rows: Sequence[Sequence[str]], lines: 
 
 
 def encoding_hint(file: Path) -> str:
-    """Return the end of a message "FILE is not text in UTF-8", with the likely format and a conversion."""
+    """Return the likely format of a file and how to convert it, to end an error on text that is not UTF-8."""
     with file.open("rb") as stream:
         start = stream.read(4)
     if start == ARCHIVE:
