@@ -194,7 +194,7 @@ def fit_from_task(task: core.Task) -> core.Fit:
 
 
 def training_round(params: Mapping[str, Any], round: int) -> int:
-    """Return a round's number without earlier evaluation-only rounds, which parameter `settled` counts."""
+    """Return the number of a round without the "settled" evaluation-only rounds before it."""
     return round - int(params.get("settled", 0))
 
 

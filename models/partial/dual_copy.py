@@ -101,7 +101,7 @@ def nodes_depending_on_trained(traced: fx.GraphModule, trained: Sequence[str]) -
 
 
 def nodes_feeding_weights(traced: fx.GraphModule) -> set[fx.Node]:
-    """Return the operations whose outputs reach a later operation with tensors."""
+    """Return all operations whose results reach an operation that uses a tensor of the network."""
     feeding_nodes: set[fx.Node] = set()
     for node in reversed(traced.graph.nodes):
         if node in feeding_nodes or uses_tensors(traced, node, None):

@@ -48,7 +48,7 @@ class RunCache:
         REAL.write_atomically(self.folder / f"{key}.json", msgspec.json.format(msgspec.json.encode(run)), durable=False)
 
     def describe_cache(self, cached_count: int, keys: Collection[str]) -> list[str]:
-        """Return messages with the numbers of cached runs and of files with different inputs."""
+        """Return messages with the number of cached runs, and of other runs that the folder contains."""
         other_runs = sum(path.stem not in keys for path in self.folder.glob("*.json"))
         lines = [f"{cached_count} of {len(keys)} runs are in {self.folder} already"] if cached_count else []
         if other_runs and cached_count < len(keys):

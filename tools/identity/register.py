@@ -152,7 +152,7 @@ class CertificateRegister:
         return token
 
     def delete_tokens(self, device: str) -> int:
-        """Delete the tokens for exactly this name or pattern, or used by this device. Return their number."""
+        """Delete tokens made for this name or pattern, or used by this device. Return how many."""
         return self._db.execute("DELETE FROM token WHERE pattern = ? OR device = ?", (device, device)).rowcount
 
 

@@ -334,7 +334,7 @@ class SimulatedFleet:
         )
 
     def profile(self, device: str) -> Profile:
-        """Return a device's profile. The device is created only for sensors or an unacknowledged update."""
+        """Return a device's profile. Create a device that has sensors to read or an update to send again."""
         spec = self.specs[device]
         cache_key = spec.create_board, id(spec.capabilities)
         if cache_key not in self._profile_cache:
@@ -347,7 +347,7 @@ class SimulatedFleet:
         return structs.replace(profile, device=device)
 
     def receive_inputs(self, now_s: float) -> Iterator[ExecutorInput]:
-        """Yield the messages up to `now_s`, running the due devices as soon as no message is left."""
+        """Yield all messages up to `now_s`. Due devices run whenever no message is left."""
         self.now_s = now_s
         self._blob_paths.clear()
         while True:

@@ -306,7 +306,7 @@ class RayNode:
         return msgspec.msgpack.encode(replace(reply, private_states=private_states))
 
     def release_files(self) -> bytes:
-        """Delete the files of this worker, and those of the node with its last worker. Return empty bytes."""
+        """Delete this worker's files, and the node's if no other worker uses them. The reply is empty."""
         for each in (self._own_folder, self._output_folder):
             shutil.rmtree(each, ignore_errors=True)
         self._shared_folder.release()

@@ -127,9 +127,9 @@ def _bisection_rank(index: int, size: int) -> tuple[int, int]:
 
 
 def advance_search(state: SearchState) -> SearchState:
-    """Start the vote on the next partial network, or end the search without budget or partial networks.
+    """Start the vote on the next partial network, or end the search if none is left.
 
-    If the budget is spent and no network is finished, only terminating blocks may follow partial networks.
+    A spent budget also ends the search, unless no network is finished. Then only terminating blocks may follow.
     """
     params = state.params
     stitched_count = sum(not stitched_network.is_native_path(_path_blocks(state, net)) for net in state.finished)

@@ -169,11 +169,11 @@ class _ProseRemover(ast.NodeTransformer):
 
 
 class _ImportRemover(ast.NodeTransformer):
-    """Removal of imports of some names.
+    """Removal of unused imports.
 
     Args:
-        unused: The names.
-        postponed: Whether annotations are left, whose evaluation is postponed.
+        unused: Names that the module does not use.
+        postponed: Whether to keep imports from `__future__`, because annotations are left.
     """
 
     def __init__(self, unused: Set[str], postponed: bool) -> None:

@@ -110,7 +110,7 @@ def common_settings(clocks: Sequence[ClockState]) -> Lists:
 
 
 def permitted_settings(clocks: Sequence[ClockState]) -> Lists:
-    """Return the common settings up to each clock's ceiling, such as the cap of the power mode."""
+    """Return the common settings that are within all ceilings of clocks, such as a power mode's cap."""
 
     def limit_clock(clock: ClockState) -> ClockState:
         max_hz = float("inf") if clock.ceiling_hz is None else clock.ceiling_hz

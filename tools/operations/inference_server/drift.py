@@ -111,7 +111,7 @@ def make_reference(names: Sequence[str], values: np.ndarray, classes: np.ndarray
 
 
 def find_bin(edges: Sequence[float], value: float) -> int:
-    """Return the number of a value's bin: even between two edges, odd at an edge."""
+    """Return the number of a value's bin. Each edge has a bin of its own, with an odd number."""
     return bisect_left(edges, value) + bisect_right(edges, value)
 
 
