@@ -123,7 +123,7 @@ class EnrolmentService:
         return certificate
 
     def sign_request(self, csr: str, device: str) -> IssuedCertificate:
-        """Return a certificate for a signing request without a token, and revoke certificates of other keys."""
+        """Sign a request without a token, and revoke the device's certificates of other keys."""
         now_s, key = self._clock(), parse_signing_request(csr, device)
         with self.authority.register.transaction():
             self.authority.require_enrollable(device, key, now_s)

@@ -182,7 +182,7 @@ class FleetDevice:
             self._fleet.blob_store.discard_unnamed(*self._pack_offsets.popitem())
 
     def commit_result(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
-        """Add the update's blobs to the store, and return whether a private state was stored with the update."""
+        """Add the update's blobs to the store. Return whether a new private state was stored with them."""
         output_prefix = f"{self._fleet.output_folder}/{self._prefix}"
         for ref in update.bundles.values():
             pack_offset = self._pack_offsets.pop(ref, None)

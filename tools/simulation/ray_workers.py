@@ -374,7 +374,7 @@ class RayWorkers:
         self._setup_message = msgspec.msgpack.encode(replace(setup, examples=REAL.hash_file(setup.examples)))
 
     def wait_until_ready(self) -> None:
-        """Wait until all workers are ready, or some are and START_TIMEOUT_S has passed."""
+        """Wait until all workers are ready, or after START_TIMEOUT_S until at least one is."""
         started_s = time.monotonic()
         while any(each.state != "ready" for each in self._workers.values()) or not self._workers:
             for _ in self.receive_replies(block=True):

@@ -158,7 +158,7 @@ class Simulation:
 
     @property
     def can_evaluate(self) -> bool:
-        """Whether the state can be evaluated, so that no preparatory evaluation round is due."""
+        """Whether the state can be evaluated. It cannot while an evaluation-only round is running."""
         return self.running is not None and not self.running.job_state.is_evaluation_round
 
     @property

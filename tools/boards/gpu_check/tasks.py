@@ -186,8 +186,8 @@ def memory_row(work: str, batch: int, budget: str, result: WorkResult, predicted
 def check_results(bench: TaskBench, worker: ChildWorker, free_bytes: int | None) -> Row:
     """Compare updates of two runs and of GPU and CPU, and check that a too large task does no harm.
 
-    A normal task follows the one that exceeds the memory. `free_bytes` is the free memory of a discrete GPU, or None
-    if the GPU shares the board's memory. Raise ModelError if a task of the comparison fails.
+    `free_bytes` is the free memory of a discrete GPU, or None if it shares the board's memory. Raise ModelError if a
+    task of the comparison fails.
     """
     first_update, first_result = _train(bench, worker)
     second_update, second_result = _train(bench, worker)
