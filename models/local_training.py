@@ -194,7 +194,7 @@ def fit_from_task(task: core.Task) -> core.Fit:
 
 
 def training_round(params: Mapping[str, Any], round: int) -> int:
-    """Return the number of a round without the "settled" evaluation-only rounds before it."""
+    """Return a round's number without the evaluation-only rounds before it (`params["settled"]`)."""
     return round - int(params.get("settled", 0))
 
 

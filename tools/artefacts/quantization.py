@@ -69,8 +69,8 @@ class _RangeReader(quantization.CalibrationDataReader):  # type: ignore[misc]
 def quantize_block(block: Block, paths: Mapping[str, Path], calibration_inputs: Iterator[np.ndarray]) -> bytes | None:
     """Return a block's 8-bit graph, with activation ranges from `calibration_inputs`, or None.
 
-    A first block is never scored, and a block without weights or of several graphs stays in float32. Neither gets an
-    8-bit graph, nor does a block whose 8-bit graph would need more memory.
+    The result is None for a first block, which is never scored, and for a block without weights or of several graphs.
+    It is None too if the 8-bit graph needs more memory.
     """
     if block.kind == "start" or sum(len(stage) for stage in block.stages) > 1:
         return None

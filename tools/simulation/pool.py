@@ -151,7 +151,7 @@ class PoolSetup(msgspec.Struct, frozen=True):
 
 
 class WorkBatch(msgspec.Struct, frozen=True):
-    """Work requests for one worker. On another machine, paths are replaced by the sha256 of the files."""
+    """Work requests for one worker. A worker on another machine gets sha256 hashes instead of paths."""
 
     requests: tuple[WorkRequest, ...] = ()
     batched: bool = False

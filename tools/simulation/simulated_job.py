@@ -204,7 +204,7 @@ class Simulation:
         self._wall_start_s += seconds
 
     def deliver_outcome(self, device: str, result: WorkResult) -> None:
-        """Pass a result to its device. Fold a small update now, and keep an honest one for observers."""
+        """Pass a result to its device. Fold a small update now, and keep an honest one for adversaries."""
         task, job = self.fleet.find_running_task(device), self._server.find_job(self.run)
         if job is not None and task is not None and task.job == job.id and result.bundles:
             is_small = all(ref.sha256 in result.blobs for ref in result.bundles.values())

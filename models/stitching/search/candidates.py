@@ -326,7 +326,7 @@ class _TruncationSearch:
 
 
 def thin_front(tap_sets: Iterable[_TapSet]) -> list[_TapSet]:
-    """Return sets on the front of criterion and cost, the best first, spaced by FRONT_SPACING."""
+    """Return the front of criterion and cost, best first, with costs at least FRONT_SPACING apart."""
     front: list[_TapSet] = []
     for tap_set in sorted(tap_sets, key=_by_criterion):
         if not front or tap_set.cost <= FRONT_SPACING * front[-1].cost:

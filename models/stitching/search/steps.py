@@ -54,10 +54,8 @@ def eligible_blocks(
 
     With `ends_only`, and at the last position of a path, only terminating blocks may follow. A path uses no block
     twice, and enlarges maps at most `max_upsampling` times. With aligned heads, a terminating block needs a donor
-    whose classes are aligned with the labels.
-
-    With `completion`, the rest of the block's donor must fit into the path. The path's own next block is left out,
-    because it needs no vote, and so are terminating blocks under a ridge head.
+    whose classes are aligned with the labels. With `completion`, the rest of the block's donor must fit into the path.
+    The path's own next block is left out then, because it needs no vote, and so are terminating blocks of a ridge head.
     """
     last_block, max_blocks = donor_pool.blocks[net.path[-1]], params.depth or len(donor_pool.blocks)
     ends_only = ends_only or len(net.path) >= max_blocks - 1

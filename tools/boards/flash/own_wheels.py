@@ -131,7 +131,7 @@ def _is_below(file: str, paths: Sequence[str]) -> bool:
 
 
 def strip_prose(source: str) -> str:
-    """Return a module's code without docstrings, comments, annotations, and imports used only there.
+    """Return a module's code without docstrings, comments, annotations and imports for annotations.
 
     Indentation is one space instead of four.
     """
@@ -169,10 +169,10 @@ class _ProseRemover(ast.NodeTransformer):
 
 
 class _ImportRemover(ast.NodeTransformer):
-    """Removal of unused imports.
+    """Removal of imports that only the removed annotations used.
 
     Args:
-        unused: Names that the module does not use.
+        unused: Names that the remaining code does not use.
         postponed: Whether to keep imports from `__future__`, because annotations are left.
     """
 

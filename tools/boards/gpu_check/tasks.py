@@ -184,7 +184,7 @@ def memory_row(work: str, batch: int, budget: str, result: WorkResult, predicted
 
 
 def check_results(bench: TaskBench, worker: ChildWorker, free_bytes: int | None) -> Row:
-    """Compare updates of two runs and of GPU and CPU, and check that a too large task does no harm.
+    """Compare updates of two runs and of GPU and CPU, then exceed the memory and run another task.
 
     `free_bytes` is the free memory of a discrete GPU, or None if it shares the board's memory. Raise ModelError if a
     task of the comparison fails.
