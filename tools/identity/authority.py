@@ -182,7 +182,7 @@ class CertificateAuthority:
     def require_enrollable(self, device: str, key: ec.EllipticCurvePublicKey, now_s: float) -> None:
         """Raise JobError if a device may not have a certificate for this key.
 
-        The name must not be reserved, or belong to another kind of certificate or to a site. The key must be unrevoked.
+        The name must not be reserved, a site's or of another kind of certificate, and the key must not be revoked.
         """
         certs = self.register.list_certificates(device)
         if device in RESERVED_NAMES or any(cert.kind != "device" for cert in certs):

@@ -574,7 +574,7 @@ def pack_request(request: WorkRequest) -> tuple[WorkRequest, dict[str, str]]:
 
 
 def write_outputs(requests: Sequence[WorkRequest], reply: WorkerReply) -> WorkerReply:
-    """Write a remote worker's outputs into the requests' folders, and return the reply with small blobs."""
+    """Write a remote worker's large outputs into the requests' folders, and return the rest as a reply."""
     outcomes = []
     for request, worker_outcome in zip(requests, reply.outcomes, strict=True):
         result, small_blobs = worker_outcome.result, {}

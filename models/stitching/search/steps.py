@@ -209,7 +209,7 @@ def choice_seed(state: SearchState, device: str) -> int:
 
 
 def add_ballots(state: SearchState, ballots: Mapping[str, Ballot]) -> SearchState:
-    """Add a sub-round's ballots, and close the vote if it was the last or all devices have voted."""
+    """Add a sub-round's ballots. Close the vote after the last one or, with `close_early`, all devices."""
     net = state.current
     assert net is not None
     new_devices = ballots.keys() - state.ballots.keys()
