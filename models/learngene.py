@@ -20,10 +20,10 @@ def choose_learngene_layers(
     selection: Literal["lowest", "highest"],
     norm: Literal["mul", "div_sqrt", "none"],
 ) -> list[str]:
-    """Return the `count` layers of lowest or highest score (GENE-FL, Eq. 9), the extreme one first.
+    """Return the `count` layers with the lowest or highest scores (GENE-FL, Eq. 9), in that order.
 
-    The score is the cosine distance of a layer's weights from those in `old_model`. With `norm` "mul" it is multiplied
-    by the layer's share of all weights, with "div_sqrt" divided by the share's root.
+    The score is the cosine distance of a layer's weights from those in `old_model`. The `norm` "mul" multiplies it by
+    the layer's share of all weights, and "div_sqrt" divides it by the root of this share.
     """
     sizes = {layer: sum(model[name].size for name in names) for layer, names in parts.items()}
     total = sum(sizes.values())

@@ -194,7 +194,7 @@ def fit_from_task(task: core.Task) -> core.Fit:
 
 
 def training_round(params: Mapping[str, Any], round: int) -> int:
-    """Return a round's number without earlier evaluation-only rounds, which parameter `settled` counts."""
+    """Return a round's number without the evaluation-only rounds before it (`params["settled"]`)."""
     return round - int(params.get("settled", 0))
 
 

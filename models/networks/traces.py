@@ -173,7 +173,7 @@ def names_of_tensors(model: nn.Module) -> list[list[str]]:
 
 
 def state_names_by_alias(model: nn.Module) -> dict[str, str]:
-    """Return each module's own tensors by path and attribute, with their names in `state_without_aliases`."""
+    """Return the name in `state_without_aliases` of each tensor, by module path and attribute."""
     first_names: dict[str, str] = {}
     names_by_id = _tensor_names_by_id(model)
     for path, module in model.named_modules():

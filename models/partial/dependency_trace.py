@@ -92,7 +92,7 @@ class _DependencyReader:
         return MaskPlan({name: self.widths[name] for name in free}, pinned_widths, follows, unmaskable)
 
     def _trace_node_neurons(self, node: fx.Node, inputs: Sequence[Value], values: Mapping[fx.Node, Value]) -> Value:
-        """Return the layers whose neurons are a node's outputs, in order, or pin the neurons and return None."""
+        """Return the layers whose neurons a node outputs, or pin its inputs and return None if unknown."""
         if node.op == "call_module" and len(inputs) == 1:
             return self._trace_module_neurons(str(node.target), inputs[0])
         if node.op == "call_function" and node.target in _CHANNELWISE_FUNCTIONS and len(inputs) == 1:

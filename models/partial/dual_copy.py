@@ -101,7 +101,7 @@ def nodes_depending_on_trained(traced: fx.GraphModule, trained: Sequence[str]) -
 
 
 def nodes_feeding_weights(traced: fx.GraphModule) -> set[fx.Node]:
-    """Return the operations whose outputs reach a later operation with tensors."""
+    """Return all operations whose results reach an operation that uses a tensor of the network."""
     feeding_nodes: set[fx.Node] = set()
     for node in reversed(traced.graph.nodes):
         if node in feeding_nodes or uses_tensors(traced, node, None):
@@ -216,7 +216,7 @@ class DualCopy:
         return TrainedTail(layout, NetworkPart(self._tail, model), self._keep_statistics)
 
     def build_observer(self, model: nn.Module, sink: Callable[[output_cache.BatchOutputs], None]) -> nn.Module:
-        """Return the frozen network, which passes the inputs of the trained part to `sink`."""
+        """Return the frozen network. Each run passes the features and gates of a batch to `sink`."""
         counts = len(self._entries), len(self._pools)
         return GateObserver(NetworkPart(self._frozen_part_with_scores, model), counts, sink)
 
@@ -229,7 +229,7 @@ class DualCopy:
         ]
 
     def _build_frozen_graph(self, *, scores: bool) -> fx.Graph:
-        """Return the graph from examples to the trained part's inputs, indices, masks and optional scores."""
+        """Return the graph that outputs the trained part's inputs, pool indices, gates and, if set, scores."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         indices: list[fx.Node] = []
         for node in self._traced.graph.nodes:

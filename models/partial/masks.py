@@ -123,7 +123,7 @@ def mask_of_equal_part(plan: MaskPlan, index: int, parts: int) -> np.ndarray:
 
 
 def split_by_group(plan: MaskPlan, neurons: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the entries of a mask (h,) by group. Pinned neurons, which the mask lacks, are True."""
+    """Split a mask (h,) by group. Pinned groups, which are never masked, are added as True."""
     masks = {name: np.ones(width, bool) for name, width in plan.pinned.items()}
     offset = 0
     for name, width in plan.widths.items():

@@ -141,7 +141,7 @@ def _cut_shape(array: np.ndarray, axes: tuple[np.ndarray | None, np.ndarray | No
 
 
 def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
-    """Replace tensors that are smaller in `start` by zeros of that shape, in place, and return the module.
+    """Shrink the tensors of a module to their shapes in `start`, filled with zeros, and return the module.
 
     Args:
         module: Whole network.

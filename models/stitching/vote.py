@@ -164,7 +164,7 @@ def update_weights(
 ) -> dict[str, float]:
     """Multiply weights by 1 + alpha where the rank reaches theta, else by 1 - beta, and normalise.
 
-    With `normalise` "cohort" the devices in `ranks` together keep their weight, except for WEIGHT_LIMITS. With "all",
+    With `normalise` "cohort" the devices in `ranks` keep their total weight unless WEIGHT_LIMITS apply. With "all",
     as in the paper, a selected device can gain weight at the expense of others.
     """
     if not ranks:

@@ -61,7 +61,7 @@ def load_state(store: Store, row: StoredJob, *, best: bool = False) -> Any:
 
 
 def _find_states(store: Store, row: StoredJob) -> tuple[BlobRef | None, BlobRef | None, int]:
-    """Return the latest state, the best evaluated one, and the number of rounds before the latter."""
+    """Return the latest state, the best evaluated state, and the number of rounds that led to the best."""
     latest_state: BlobRef | None = None
     best_state, best_rounds, rounds = latest_state, 0, 0
     for _, _, event in store.read_events(row.id):

@@ -134,9 +134,9 @@ def _is_inside(name: str, trained: Sequence[str]) -> bool:
 
 
 def load_with_new_head(network: Mapping[str, Any], weights: str, classes: int, seed: int) -> nn.Module:
-    """Return a network with pre-trained weights except a new last layer for `classes` classes.
+    """Return a network with weights pre-trained for `classes` classes, and a new last layer.
 
-    The last layer has the number of classes in `network`. Raise ModelError unless one layer's shape differs.
+    The new layer has the number of classes in `network`. Raise ModelError unless exactly one layer depends on it.
     """
     old_state = registry.load_network({**network, "classes": classes}, weights).state_dict()
     model = registry.load_network(network, seed=seed)

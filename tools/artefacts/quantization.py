@@ -69,7 +69,8 @@ class _RangeReader(quantization.CalibrationDataReader):  # type: ignore[misc]
 def quantize_block(block: Block, paths: Mapping[str, Path], calibration_inputs: Iterator[np.ndarray]) -> bytes | None:
     """Return a block's 8-bit graph, with activation ranges from `calibration_inputs`, or None.
 
-    The result is None for first and divided blocks, without weights, and if the 8-bit graph needs more memory.
+    The result is None for a first block, which is never scored, and for a block without weights or of several graphs.
+    It is None too if the 8-bit graph needs more memory.
     """
     if block.kind == "start" or sum(len(stage) for stage in block.stages) > 1:
         return None
@@ -139,7 +140,7 @@ class QuantizedBlock:
 
 @dataclass(frozen=True)
 class QuantizationResult:
-    """Blocks of a donor by quantisation result, without its first block."""
+    """Blocks of a donor by result of the tests. The first block is left out, because it is never scored."""
 
     accepted: Mapping[str, QuantizedBlock]
     deviating: tuple[str, ...] = ()  # a CKA or a score changed by INT8_DELTA or more
@@ -165,7 +166,7 @@ class QuantizationResult:
 
 @dataclass(frozen=True)
 class QuantizationTrial:
-    """Scoring parameters, and `images` images for each of value ranges, comparison and junctions."""
+    """Scoring parameters, and three sets of `images` images: for ranges, comparison and junctions."""
 
     params: SearchSettings
     examples: Examples

@@ -176,7 +176,7 @@ class _StateReader:
         self._latest: tuple[int, BlobRef] | None = None
 
     def read_latest(self) -> tuple[int, BlobRef] | None:
-        """Read new events, and return the latest model's number of rounds and blob, or None without a model."""
+        """Read new events, and return the completed rounds and the blob of the latest model, or None."""
         # an evaluation-only round leaves the state unchanged
         for seq, _, event in self.store.read_events(self._run, self._last_seq):
             self._last_seq, self.rounds = seq, apply_event(self.rounds, event, 0.0)

@@ -48,7 +48,7 @@ class RunCache:
         REAL.write_atomically(self.folder / f"{key}.json", msgspec.json.format(msgspec.json.encode(run)), durable=False)
 
     def describe_cache(self, cached_count: int, keys: Collection[str]) -> list[str]:
-        """Return messages with the numbers of cached runs and of files with different inputs."""
+        """Return messages about cached runs with these keys, and about other runs in the folder."""
         other_runs = sum(path.stem not in keys for path in self.folder.glob("*.json"))
         lines = [f"{cached_count} of {len(keys)} runs are in {self.folder} already"] if cached_count else []
         if other_runs and cached_count < len(keys):
@@ -69,7 +69,7 @@ def make_key(*parts: bytes, bundle: Path, data: Iterable[Path]) -> str:
 
 
 def list_data_paths(job: bytes) -> list[Path]:
-    """Return the files and folders that [data] and [test] of a job, given as JSON, name."""
+    """Return the files and folders that are named in [data] and [test] of a job in JSON."""
     table = msgspec.json.decode(job)
     paths = [path for name in ("data", "test") for path in _list_table_paths(table.get(name) or {})]
     return [Path(path) for path in dict.fromkeys(paths)]

@@ -102,7 +102,7 @@ _EXTENDED_KEY_USAGES = {
 
 
 def parse_signing_request(pem: str, device: str) -> ec.EllipticCurvePublicKey:
-    """Return the key of a device's signing request, or raise JobError if it is invalid or another's."""
+    """Return the key of a signing request, or raise JobError if it is invalid or for another device."""
     try:
         csr = x509.load_pem_x509_csr(pem.encode())
         is_valid, key, name = csr.is_signature_valid, csr.public_key(), enrolment.common_name(csr)
@@ -180,9 +180,9 @@ class CertificateAuthority:
     # -- signing ----------------------------------------------------------------------------------
 
     def require_enrollable(self, device: str, key: ec.EllipticCurvePublicKey, now_s: float) -> None:
-        """Raise JobError if a device may not have a certificate for a key.
+        """Raise JobError if a device may not have a certificate for this key.
 
-        Its name may belong to another kind of certificate or to a site, or the key may be revoked.
+        The name must not be reserved, a site's or of another kind of certificate, and the key must not be revoked.
         """
         certs = self.register.list_certificates(device)
         if device in RESERVED_NAMES or any(cert.kind != "device" for cert in certs):
@@ -285,7 +285,7 @@ class CertificateAuthority:
     ) -> tuple[IssuedCertificate, bytes]:
         """Return a new certificate and its new private key in PEM, for all kinds except devices.
 
-        Raise JobError if another kind has the name, or another site or device has devices of `site_right`.
+        Raise JobError if another kind has the name, or a device of `site_right` has a certificate or another site.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         with self.register.transaction():

@@ -156,7 +156,7 @@ def write_config(
     """Write the configuration, certificates and key of a broker into a folder, and return next steps.
 
     An existing certificate stays if it is valid for these hosts, by which clients reach the broker. `installed` is the
-    folder's later path on the broker's machine. Raise JobError if it is invalid or there is no host.
+    folder's later path on the broker's machine. Raise JobError if this path is invalid or there is no host.
     """
     if not hosts:
         raise JobError("--host is missing: give the names and addresses by which clients reach the broker")

@@ -42,9 +42,9 @@ class EnrolmentService:
         self.authority, self._days, self._clock = authority, days, clock
 
     def enrol_device(self, request: SigningRequest) -> IssuedCertificate:
-        """Redeem the request's token and return a certificate, or the earlier one of a repeated request.
+        """Redeem a token and return a certificate, or the earlier one if its response was lost.
 
-        Certificates of other keys are revoked. Raise JobError to refuse.
+        The device's certificates for other keys are revoked. Raise JobError if the request is refused.
         """
         now_s, register = self._clock(), self.authority.register
         if request.token is None:
@@ -123,7 +123,7 @@ class EnrolmentService:
         return certificate
 
     def sign_request(self, csr: str, device: str) -> IssuedCertificate:
-        """Return a certificate for a signing request without a token, and revoke certificates of other keys."""
+        """Sign a request without a token, and revoke the device's certificates of other keys."""
         now_s, key = self._clock(), parse_signing_request(csr, device)
         with self.authority.register.transaction():
             self.authority.require_enrollable(device, key, now_s)

@@ -110,7 +110,7 @@ class CertificateRegister:
     # -- tokens --
 
     def create_token(self, pattern: str, validity_s: float, now_s: float) -> str:
-        """Store and return a one-time token for a device of a pattern, or raise JobError if that is invalid."""
+        """Store and return a token for one device of a pattern, or raise JobError for an invalid pattern."""
         if not PATTERN.match(pattern):
             raise JobError(f"{pattern!r} is neither a device id nor a pattern: write one such as orin-01 or 'orin-*'")
         token = secrets.token_urlsafe(24)
@@ -152,7 +152,7 @@ class CertificateRegister:
         return token
 
     def delete_tokens(self, device: str) -> int:
-        """Delete the tokens for exactly this name or pattern, or used by this device. Return their number."""
+        """Delete tokens made for this name or pattern, or used by this device. Return how many."""
         return self._db.execute("DELETE FROM token WHERE pattern = ? OR device = ?", (device, device)).rowcount
 
 

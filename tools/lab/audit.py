@@ -110,7 +110,7 @@ def extract_gradient(
 
 
 def audit_methods(data: Path, *, count: int = 4, size: int = 0) -> dict[str, Any]:
-    """Attack `count` examples of each variant, scaled to `size` unless 0. Return "rows" and "pictures".
+    """Attack `count` examples of each variant, scaled to `size` pixels unless 0, and return results.
 
     "rows" has PSNR in dB, uploaded values and inferred labels by variant, "pictures" for each example the original and
     its reconstructions (h, w, channels) from 0 to 1. Raise DataError if the examples are not square images.

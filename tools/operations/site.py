@@ -189,7 +189,7 @@ class SiteWorker:
     def observe(self, job: JobView, event: events.AnyEvent) -> None:
         """Record the commit or failure of the requested round.
 
-        A committed run is stopped until the next task.
+        After a commit, the run is stopped until the parent sends the next task.
         """
         if isinstance(event, events.RoundCommitted):
             self._request_stop_if_active(job.id)
@@ -203,9 +203,9 @@ class SiteWorker:
             self._outcome = WorkResult(code=code, reason=shorten_error(f"the site's round failed: {event.reason}"))
 
     def read_capabilities(self, capabilities: Capabilities, now_s: float) -> Capabilities:
-        """Return the site's capabilities, and set the memory of `SiteDevice` to that of all online devices.
+        """Return the site's capabilities, and set its memory to the sum over all online devices.
 
-        Engines and codecs are those of any online device, the memory budget is the largest.
+        Engines and codecs are those that some online device has. The memory budget is that of the largest device.
         """
         registered = [device for device in self.server.registry.device_views(now_s).values() if device.profile]
         online_profiles = [device.profile for device in registered if device.online and device.profile]

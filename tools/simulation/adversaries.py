@@ -62,7 +62,7 @@ def add_honest_mean(request: WorkRequest, path: Path | str) -> WorkRequest:
 
 
 def corrupt_method(method: Method, request_data: Mapping[str, Any]) -> Method:
-    """Return the method as the device of a work request runs it, unchanged for honest devices."""
+    """Return the method with the attack of a work request, or unchanged for an honest device."""
     attack = request_data.get(ATTACK_KEY)
     if attack is None:
         return method

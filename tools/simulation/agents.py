@@ -270,7 +270,7 @@ def _delete_run_files(plan: FleetPlan, run: str) -> None:
 def start_agents(
     agents: Sequence[Mapping[str, Any]], broker: Mapping[str, Any]
 ) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """Write each agent.toml and start the agents in a context, and terminate them at its end.
+    """Write each agent.toml, and run the agents until the context ends.
 
     Each agent is a process in its own session, ends with the calling thread and ignores Ctrl-C in the terminal.
     """

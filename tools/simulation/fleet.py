@@ -182,7 +182,7 @@ class FleetDevice:
             self._fleet.blob_store.discard_unnamed(*self._pack_offsets.popitem())
 
     def commit_result(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
-        """Add the update's blobs to the store, and return whether a private state was stored with the update."""
+        """Add the update's blobs to the store. Return whether a new private state was stored with them."""
         output_prefix = f"{self._fleet.output_folder}/{self._prefix}"
         for ref in update.bundles.values():
             pack_offset = self._pack_offsets.pop(ref, None)
@@ -334,7 +334,7 @@ class SimulatedFleet:
         )
 
     def profile(self, device: str) -> Profile:
-        """Return a device's profile. The device is created only for sensors or an unacknowledged update."""
+        """Return a device's profile. Create a device that has sensors to read or an update to send again."""
         spec = self.specs[device]
         cache_key = spec.create_board, id(spec.capabilities)
         if cache_key not in self._profile_cache:
@@ -347,7 +347,7 @@ class SimulatedFleet:
         return structs.replace(profile, device=device)
 
     def receive_inputs(self, now_s: float) -> Iterator[ExecutorInput]:
-        """Yield the messages up to `now_s`, running the due devices as soon as no message is left."""
+        """Yield all messages up to `now_s`. Due devices run whenever no message is left."""
         self.now_s = now_s
         self._blob_paths.clear()
         while True:

@@ -108,7 +108,7 @@ def require_same_results(run_machines: Mapping[str, Machine], name: str, machine
 
 
 def record_machines(home: Path, run: str, new_machines: Mapping[str, Machine], *, mixed: bool) -> None:
-    """Record more machines of a run. Raise JobError if results may differ, unless `mixed`, or StoreError."""
+    """Record more machines of a run. Raise JobError if results may differ and `mixed` is false."""
     path = home / "machines" / f"{run}.json"
     recorded = read_machines(home, run)
     run_machines = {f"{old_name}, where {run} began": machine for old_name, machine in recorded.items()}

@@ -151,7 +151,7 @@ class PoolSetup(msgspec.Struct, frozen=True):
 
 
 class WorkBatch(msgspec.Struct, frozen=True):
-    """Work requests for one worker. For a worker of another machine each path is replaced by a sha256."""
+    """Work requests for one worker. A worker on another machine gets sha256 hashes instead of paths."""
 
     requests: tuple[WorkRequest, ...] = ()
     batched: bool = False
@@ -278,7 +278,7 @@ class WorkerPool:
         self._prefetched.clear()
 
     def prefetch(self, request: WorkRequest) -> None:
-        """Announce a work request. An idle worker starts the batch that the request completes."""
+        """Announce a work request. If it completes a batch, an idle worker starts the batch at once."""
         if not self._expected_sizes:
             return
         self._incomplete_batch.append(request)

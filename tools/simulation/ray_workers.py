@@ -306,7 +306,7 @@ class RayNode:
         return msgspec.msgpack.encode(replace(reply, private_states=private_states))
 
     def release_files(self) -> bytes:
-        """Delete the files of this worker, and those of the node with its last worker. Return empty bytes."""
+        """Delete this worker's files, and the node's if no other worker uses them. The reply is empty."""
         for each in (self._own_folder, self._output_folder):
             shutil.rmtree(each, ignore_errors=True)
         self._shared_folder.release()
@@ -374,7 +374,7 @@ class RayWorkers:
         self._setup_message = msgspec.msgpack.encode(replace(setup, examples=REAL.hash_file(setup.examples)))
 
     def wait_until_ready(self) -> None:
-        """Wait until all workers are ready, or some are and START_TIMEOUT_S has passed."""
+        """Wait until all workers are ready, or after START_TIMEOUT_S until at least one is."""
         started_s = time.monotonic()
         while any(each.state != "ready" for each in self._workers.values()) or not self._workers:
             for _ in self.receive_replies(block=True):
@@ -574,7 +574,7 @@ def pack_request(request: WorkRequest) -> tuple[WorkRequest, dict[str, str]]:
 
 
 def write_outputs(requests: Sequence[WorkRequest], reply: WorkerReply) -> WorkerReply:
-    """Write a remote worker's outputs into the requests' folders, and return the reply with small blobs."""
+    """Write a remote worker's large outputs into the requests' folders, and return the rest as a reply."""
     outcomes = []
     for request, worker_outcome in zip(requests, reply.outcomes, strict=True):
         result, small_blobs = worker_outcome.result, {}

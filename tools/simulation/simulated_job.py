@@ -158,7 +158,7 @@ class Simulation:
 
     @property
     def can_evaluate(self) -> bool:
-        """Whether the state can be evaluated, so that no preparatory evaluation round is due."""
+        """Whether the state can be evaluated. It cannot while an evaluation-only round is running."""
         return self.running is not None and not self.running.job_state.is_evaluation_round
 
     @property
@@ -204,7 +204,7 @@ class Simulation:
         self._wall_start_s += seconds
 
     def deliver_outcome(self, device: str, result: WorkResult) -> None:
-        """Pass a result to its device, after folding a small update and recording an honest one."""
+        """Pass a result to its device. Fold a small update now, and keep an honest one for adversaries."""
         task, job = self.fleet.find_running_task(device), self._server.find_job(self.run)
         if job is not None and task is not None and task.job == job.id and result.bundles:
             is_small = all(ref.sha256 in result.blobs for ref in result.bundles.values())
@@ -226,7 +226,7 @@ class Simulation:
     def receive_sum(
         self, requests: Sequence[WorkRequest], results: Sequence[WorkResult], pack_sum: Callable[[], bytes]
     ) -> None:
-        """Fold the sum of these requests' updates, packed on demand, if all requests are still running."""
+        """Fold the sum of these updates, which `pack_sum` returns, if all their tasks are still running."""
         job, pairs = self._server.find_job(self.run), zip(requests, results, strict=True)
         if job is not None and all(
             self.fleet.find_running_task(request.device) is request.task for request in requests
@@ -253,7 +253,7 @@ class Simulation:
         return lying is not None and lying.attack == "inner_product"
 
     def _select_requests(self, requests: list[WorkRequest]) -> list[WorkRequest]:
-        """Return the requests to run now. Adversaries that know honest updates run last, with their mean."""
+        """Return the requests to run now. Adversaries that use the honest updates' mean run last."""
         if not self._adversaries_observe:
             return requests
         honest_requests = [request for request in requests if request.device not in self.adversaries]
@@ -270,7 +270,7 @@ class Simulation:
         return [adversaries.add_honest_mean(request, honest_path) for request in requests]
 
     def make_evaluation_request(self, device: str) -> WorkRequest | None:
-        """Return a work request that evaluates the next model, or None if there is no model to evaluate.
+        """Return a work request that evaluates the device's current model, or None if it has none.
 
         Raise JobError if the method cannot evaluate.
         """

@@ -184,20 +184,18 @@ def _require_shapes(sent_tensors: Tensors, shapes: dict[str, tuple[int, ...]], k
 
 @dataclass(frozen=True)
 class ExactMomentSums:
-    """Moments of the devices of one round, either as `sums` or as separate `parts`.
+    """Moments of the devices of one round, as received (`parts`) or as exact sums (`sums`).
 
-    Moments are kept as received while they are smaller than their sum. Then they are added
-    (`fedquilt.arrays.exact_sums`), bit-identically in any order and grouping: counts, sums of features over each class,
-    and second moments z z' about zero, each rounded once from the device's factor and mean. The bits of this product
-    depend on the processor.
+    Moments are added once the parts need more memory than the sums. The order of the additions has no effect on the
+    sums. Only the processor has: it rounds a device's second moments about zero, computed from its factor and mean.
 
-    Second moments are stored as one exact sum for each PANEL_ROWS rows of the matrix, from the diagonal on. A device's
-    product is added panel by panel, so that the whole product is never in memory.
+    The matrix of second moments is divided into panels of PANEL_ROWS rows, from the diagonal to the right. Panels are
+    added one by one, so that a device's whole matrix is never in memory.
 
     Attributes:
-        sums: Exact sums "counts" (labels,), "totals" (labels, d) and "second.I" (rows, d - I), from row I on.
+        sums: Exact sums "counts" (labels,), "totals" (labels, d), and "second.<row>" of the panel that begins there.
         parts: Moments as received, by device.
-        devices: Number 1 for each device.
+        devices: Number of contributions by device, which is valid only if all are 1.
         short: Number of devices with memory for only some of the requested examples.
     """
 
@@ -232,7 +230,7 @@ class ExactMomentSums:
         return merged.fold_parts_into_sums() if merged.sums or parts_bytes > sum_bytes(width) else merged
 
     def total_sums(self, earlier_sums: ClassMoments | None = None) -> ClassMoments:
-        """Return the moments of all devices, and of the devices in `earlier_sums`.
+        """Return the moments of all devices, added to `earlier_sums` if given.
 
         The mean is subtracted at the end, so that second moments are imprecise if (mean / deviation)^2 nears 1e16.
         """
@@ -272,7 +270,7 @@ def sum_bytes(width: int) -> int:
 
 
 def validate_update_moments(update: DeviceUpdate, labels: int, width: int, exact: bool = False) -> None:
-    """Raise UpdateError unless the update has valid moments, of as many examples as its weight."""
+    """Raise UpdateError unless an update has valid moments and its weight is their number of examples."""
     part = read_sent_moments(update.bundles.get("moments", {}), labels, width, exact)
     least_squares.require_weight(part.n, update.weight)
 

@@ -112,10 +112,10 @@ def best_penalty(sums: StandardisedSums, ridges: Sequence[float] = STRENGTHS) ->
 
 
 def search_penalty(sums: StandardisedSums, start: RidgePenalty, ridges: Sequence[float] = STRENGTHS) -> RidgePenalty:
-    """Return a local optimum of the ridge penalty among ascending `ridges`, searched from `start`.
+    """Search ascending `ridges` from `start` for a penalty with a locally smallest criterion.
 
     A Cholesky factor solves each penalty, much faster than the eigenvectors of `best_penalty`. Stronger penalties are
-    tried first, because more features need stronger penalties. Raise ValueError if `ridges` lacks that of `start`.
+    tried first, because more features need stronger penalties. Raise ValueError if `start` is not in `ridges`.
     """
     best = start
     index = ridges.index(start.ridge)

@@ -82,7 +82,7 @@ def add_rows(sums: RegressionMoments | None, x: np.ndarray, y: np.ndarray, centr
 
 
 def add_maps(sums: RegressionMoments | None, x: np.ndarray, y: np.ndarray, centred: bool = True) -> RegressionMoments:
-    """Return `sums` with a row per example and position of maps x (n, p, ...) and y (n, q, ...), in place."""
+    """Add a row for each position in maps x (n, p, ...) and y (n, q, ...), as `add_rows` does."""
     for a, b in _iterate_chunks(x, y):
         sums = add_rows(sums, a, b, centred)
     assert sums is not None, "no maps"

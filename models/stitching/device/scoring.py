@@ -134,7 +134,7 @@ class _BlockScorer:
         return [self._compare_with_cached_gram(gram, _gram_name(block, -1)) for block in self._pool]
 
     def score_early_and_full(self, candidates: Iterable[int]) -> Iterator[tuple[cka.CkaScore, cka.CkaScore | None]]:
-        """Yield each candidate's scores on the first images and on all, the latter None after an early stop."""
+        """Yield each candidate's score on some images, and on all images or None if the first is too low."""
         blocks = [self._pool[j] for j in candidates]
         junctions = self._fit_junctions(blocks)
         best: list[float] = []

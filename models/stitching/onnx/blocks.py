@@ -315,7 +315,7 @@ def cuts_after_modules(operations: Sequence[Operation], donor: str, cuts: Sequen
 
 
 def cuts_by_rule(model: nn.Module, operations: Sequence[Operation], donor: str, architecture: str = "") -> list[str]:
-    """Return the operations to cut after: before the head and each part with a convolution or attention."""
+    """Return the last operation of each part of a network, up to the last operation before the head."""
     head = _find_index_before_head(operations, donor)
     parts = next((names for family, names in _PARTS.items() if architecture.startswith(family)), ())
     ends = cuts_after_modules(operations, donor, parts) if parts else _cuts_before_convolutions(model, operations)

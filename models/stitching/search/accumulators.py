@@ -87,7 +87,7 @@ def validate_update(state: SearchState, update: DeviceUpdate) -> None:
 
 
 def _read_update(state: SearchState, update: DeviceUpdate) -> Any:
-    """Validate and unpack an update, or return None if the device took part in this phase before."""
+    """Validate and unpack an update. Return None if sums of this phase include the device already."""
     turn = update.metrics.get("turn")
     if turn != state.turn:
         raise UpdateError(f"the update is from step {turn} of the search, but step {state.turn} is running")

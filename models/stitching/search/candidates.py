@@ -65,7 +65,7 @@ def end_search(state: SearchState) -> SearchState:
 def choose_taps(state: SearchState) -> tuple[tuple[Path, ...], list[str]]:
     """Return the taps to gather, at most `SearchParams.features` wide in total, and sentences for the log.
 
-    Taps beyond a budget, which only cascades use, are dropped first.
+    Taps that exceed the budget are useful only in cascades. They are dropped first if all together are too wide.
     """
     params, donor_pool = state.params, state.stock
     bodies = list(dict.fromkeys(finalist.path[:-1] for finalist in state.finalists))
@@ -214,7 +214,7 @@ def candidate_cost(state: SearchState, candidate: Candidate) -> InferenceCost:
 
 
 def worst_cost(state: SearchState, candidate: Candidate) -> InferenceCost:
-    """Return the cost of an example that runs through all networks of a candidate, as in a cascade."""
+    """Return the highest cost of an example. In a cascade it includes the head of the early network."""
     cost = _inference_cost(state, candidate.paths, bool(candidate.head))
     if candidate.early is None:
         return cost
@@ -326,7 +326,7 @@ class _TruncationSearch:
 
 
 def thin_front(tap_sets: Iterable[_TapSet]) -> list[_TapSet]:
-    """Return sets on the front of criterion and cost, the best first, spaced by FRONT_SPACING."""
+    """Return the front of criterion and cost, best first, with costs at least FRONT_SPACING apart."""
     front: list[_TapSet] = []
     for tap_set in sorted(tap_sets, key=_by_criterion):
         if not front or tap_set.cost <= FRONT_SPACING * front[-1].cost:

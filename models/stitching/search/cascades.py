@@ -69,7 +69,7 @@ def _is_within_budget(state: SearchState, candidate: Candidate) -> bool:
 
 
 def finish_candidates(state: SearchState) -> SearchState:
-    """Add the best cascades, remove candidates beyond the budget, and sort the rest by cost."""
+    """Add the best cascades, remove candidates that exceed the budget, and sort the rest by cost."""
     cascades = _choose_cascades(state) if state.examples else []
     candidates_and_cascades = [*state.candidates, *(_to_candidate(state, cascade) for cascade in cascades)]
     correct = _extend_right_answers(state, cascades)

@@ -42,9 +42,9 @@ def paired_error(state: SearchState, first: int, second: int) -> float:
 
 
 def choose_candidate(state: SearchState, allowed: Iterable[int] | None = None) -> int | None:
-    """Return the cheapest candidate's index within one paired standard error of the best, or None.
+    """Return the index of the cheapest candidate that is not clearly worse than the best, or None.
 
-    Without held-out examples the smallest criterion of generalised cross-validation decides, then the score.
+    Clearly worse means by more than `paired_error`. Without held-out examples the cross-validation criterion decides.
     """
     indices = list(range(len(state.candidates)) if allowed is None else allowed)
     if not indices:

@@ -54,8 +54,8 @@ def eligible_blocks(
 
     With `ends_only`, and at the last position of a path, only terminating blocks may follow. A path uses no block
     twice, and enlarges maps at most `max_upsampling` times. With aligned heads, a terminating block needs a donor
-    whose classes are aligned with the labels. With `completion`, the later blocks of the block's donor must fit into
-    the path too, the next block of the path's last donor needs no vote, and a ridge head replaces terminating blocks.
+    whose classes are aligned with the labels. With `completion`, the rest of the block's donor must fit into the path.
+    The path's own next block is left out then, because it needs no vote, and so are terminating blocks of a ridge head.
     """
     last_block, max_blocks = donor_pool.blocks[net.path[-1]], params.depth or len(donor_pool.blocks)
     ends_only = ends_only or len(net.path) >= max_blocks - 1
@@ -127,9 +127,9 @@ def _bisection_rank(index: int, size: int) -> tuple[int, int]:
 
 
 def advance_search(state: SearchState) -> SearchState:
-    """Start the vote on the next partial network, or end the search without budget or partial networks.
+    """Start the vote on the next partial network, or end the search if none is left.
 
-    If the budget is spent and no network is finished, only terminating blocks may follow partial networks.
+    A spent budget also ends the search, unless no network is finished. Then only terminating blocks may follow.
     """
     params = state.params
     stitched_count = sum(not stitched_network.is_native_path(_path_blocks(state, net)) for net in state.finished)
@@ -209,7 +209,7 @@ def choice_seed(state: SearchState, device: str) -> int:
 
 
 def add_ballots(state: SearchState, ballots: Mapping[str, Ballot]) -> SearchState:
-    """Add a sub-round's ballots, and close the vote if it was the last or all devices have voted."""
+    """Add a sub-round's ballots. Close the vote after the last one or, with `close_early`, all devices."""
     net = state.current
     assert net is not None
     new_devices = ballots.keys() - state.ballots.keys()

@@ -186,7 +186,7 @@ def _blocks_never_run(state: SearchState) -> set[str]:
 
 
 def label_classes(state: SearchState, path: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:
-    """Return the classes of each label in the last block's donor, or None if that is not aligned."""
+    """Return each label's classes in the donor of the last block, or None if the donor is not aligned."""
     return state.stock.donors[state.stock.blocks[path[-1]].donor].align
 
 

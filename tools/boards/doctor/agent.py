@@ -202,7 +202,7 @@ MIN_AVAILABLE_SHARE: Final = 0.8  # of the budget. With less memory tasks are de
 
 
 def settings_under_root(settings: AgentSettings, path: Path, root: Path) -> AgentSettings:
-    """Return settings with absolute paths moved below `root`, if their file `path` is below `root`."""
+    """Return settings with absolute paths moved below `root`, unless their file `path` is elsewhere."""
     if root == machine_facts.ROOT or root.resolve() not in path.resolve().parents:
         return settings
     base = root.resolve()

@@ -450,7 +450,7 @@ def check_packet_limit(broker: Broker, link: MqttLink) -> Iterator[Numbered]:
 
 
 def load_identity(broker: Broker) -> tuple[LinkIdentity | None, str | Problem]:
-    """Return the identity for signing, or None, and the verdict on a missing or damaged identity, or ""."""
+    """Return the identity for signing and "", or None and the verdict on why messages are unsigned."""
     try:
         identity = authenticated_link.load_identity(broker)
     except JobError as problem:

@@ -232,7 +232,7 @@ class SshHost:
         return user == "0"
 
     def install_archive(self, archive: Path, root: bool, arguments: Sequence[str]) -> None:
-        """Copy a bundle to the board, run its install.sh, and remove the copy in any case.
+        """Copy a bundle to the board, run its install.sh, and remove the copy even after a failure.
 
         sudo may request a password on this terminal.
         """

@@ -249,7 +249,7 @@ def fill_template(text: str, values: Mapping[str, str]) -> str:
 def collect_files(
     board: BoardFiles | CoordinatorFiles, target: BundleTarget, wheel_paths: Sequence[Path], lock_text: str
 ) -> dict[str, bytes | Path]:
-    """Return the content, or the file that has it, of each file of a bundle, by its path in the bundle."""
+    """Return a bundle's files by their path in the bundle, each as its content or as a file to copy."""
     digests = {path.name: wheels.file_sha256(path) for path in wheel_paths}
     files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in wheel_paths}
     files |= {f"etc/{name}": data for name, data in board.files.items()}

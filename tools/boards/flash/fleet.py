@@ -149,9 +149,9 @@ def flash_boards(
     print_line: PrintLine = progress.LINE.print_to_stdout,
     now_s: Callable[[], float] = time.time,
 ) -> dict[str, str]:
-    """Flash boards without a valid record, even after failures. Return the error by failed board.
+    """Flash all boards without a valid record, and return the error of each board that failed.
 
-    Raise StoreError if the boards enrol and `plan.authority` has no authority.
+    A failure does not stop the others. Raise StoreError if the boards enrol and `plan.authority` has no authority.
     """
     can_enrol = agents.load_settings(plan.content.settings).enrol.url is not None
     if can_enrol and not plan.dry_run and not (plan.authority / "ca.key").is_file():

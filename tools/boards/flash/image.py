@@ -51,7 +51,7 @@ class Partition(NamedTuple):
 
 
 def find_root_partition(image: Path, *, original_path: Path | None = None) -> Partition:
-    """Return the ext partition APP (L4T), or else the largest, or raise InstallRefusedError."""
+    """Return L4T's ext partition APP, or else the largest ext one, or raise InstallRefusedError."""
     name = original_path or image
     command = [_find_program("partx"), "--pairs", "--output", "NR,START,SECTORS,NAME", "-", str(image)]
     table = subprocess.run(command, capture_output=True, text=True, check=False).stdout  # "" without a partition table

@@ -163,7 +163,7 @@ def read_elf_machine(path: Path) -> str | None:
 
 
 def check_compatibility(root: RootFileSystem, manifest: Mapping[str, Any]) -> None:
-    """Raise InstallRefusedError unless a root has a system, and the manifest's machine type and Python."""
+    """Raise InstallRefusedError unless a root's system has the manifest's machine type and Python."""
     python, required = manifest["interpreter"], manifest["machine"]
     description = "this board" if root.path == Path("/") else str(root.path)
     program_paths = [root.resolve(name) for name in (python.lstrip("/"), "bin/sh", "usr/bin/env", "sbin/init")]

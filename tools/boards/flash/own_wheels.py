@@ -131,7 +131,7 @@ def _is_below(file: str, paths: Sequence[str]) -> bool:
 
 
 def strip_prose(source: str) -> str:
-    """Return a module's code without docstrings, comments, annotations, and imports used only there.
+    """Return a module's code without docstrings, comments, annotations and imports for annotations.
 
     Indentation is one space instead of four.
     """
@@ -169,11 +169,11 @@ class _ProseRemover(ast.NodeTransformer):
 
 
 class _ImportRemover(ast.NodeTransformer):
-    """Removal of imports of some names.
+    """Removal of imports that only the removed annotations used.
 
     Args:
-        unused: The names.
-        postponed: Whether annotations are left, whose evaluation is postponed.
+        unused: Names that the remaining code does not use.
+        postponed: Whether to keep imports from `__future__`, because annotations are left.
     """
 
     def __init__(self, unused: Set[str], postponed: bool) -> None:

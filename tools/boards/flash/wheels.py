@@ -240,7 +240,7 @@ def _is_built_for_numpy_2(torch: Path) -> bool:
 
 
 def dependency_closure(root: str, wheels: Mapping[str, Wheel], target: BundleTarget) -> tuple[set[str], list[str]]:
-    """Return the wheels that requirement `root` needs, by name, and the requirements without a wheel."""
+    """Return the names of the wheels that requirement `root` needs, and requirements without a wheel."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 

@@ -135,7 +135,7 @@ def measure_memory(bench: TaskBench) -> Iterator[Row]:
     """Yield memory peaks of training and inference at both batch sizes, or raise ModelError.
 
     Without a GPU, each task has its own process. On a GPU one process trains and then evaluates. Another process
-    repeats both within budgets (prediction and margin), because cuDNN uses more memory if more is free.
+    repeats both within the predicted memory and a margin, because cuDNN uses more memory if more is free.
     """
     properties = bench.workload.measure_properties()
     for batch in bench.workload.batches:
@@ -184,10 +184,10 @@ def memory_row(work: str, batch: int, budget: str, result: WorkResult, predicted
 
 
 def check_results(bench: TaskBench, worker: ChildWorker, free_bytes: int | None) -> Row:
-    """Compare updates of GPU and CPU and of two runs, then run a task too large for memory and another.
+    """Compare updates of two runs and of GPU and CPU, then exceed the memory and run another task.
 
-    `free_bytes` is the free memory of a discrete GPU, or None for a GPU with the board's memory. Raise ModelError if a
-    task fails that should succeed.
+    `free_bytes` is the free memory of a discrete GPU, or None if it shares the board's memory. Raise ModelError if a
+    task of the comparison fails.
     """
     first_update, first_result = _train(bench, worker)
     second_update, second_result = _train(bench, worker)

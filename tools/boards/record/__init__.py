@@ -110,7 +110,7 @@ def common_settings(clocks: Sequence[ClockState]) -> Lists:
 
 
 def permitted_settings(clocks: Sequence[ClockState]) -> Lists:
-    """Return the common settings up to each clock's ceiling, such as the cap of the power mode."""
+    """Return the common settings that are within all ceilings of clocks, such as a power mode's cap."""
 
     def limit_clock(clock: ClockState) -> ClockState:
         max_hz = float("inf") if clock.ceiling_hz is None else clock.ceiling_hz
@@ -122,7 +122,7 @@ def permitted_settings(clocks: Sequence[ClockState]) -> Lists:
 def build_profile(recording: BoardMeasurements, facts: BoardFacts, lists: Lists) -> FittedProfile:
     """Return a profile of the measured points, with a model if enough different points were measured.
 
-    `lists` are the settings by axis of `common_settings`. Raise ClockError if no point was measured.
+    `lists` has the frequencies of each axis, from `common_settings`. Raise ClockError if no point was measured.
     """
     measured_points = recording.points
     if not measured_points:

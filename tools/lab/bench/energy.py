@@ -71,7 +71,7 @@ class ScaledBoard:
         self._inner.unpin_clocks()
 
     def task_cost(self, work: WorkEstimate, measured: Cost) -> Cost:
-        """Return the cost of the work times SCALE. A cost with a duration also records the task."""
+        """Return the cost of SCALE times the work. Record finished tasks, whose costs have a duration."""
         if measured.duration_s > 0:
             self.tasks.append(work)
         heavy = WorkEstimate(flops=work.flops * SCALE, read_bytes=work.read_bytes * SCALE)

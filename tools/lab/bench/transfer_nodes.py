@@ -115,7 +115,7 @@ def serve_blob(url: str, folder: str, sha256: str, transport: str, loss: str) ->
 
 
 def _serve_tcp(path: str, loss: float) -> None:
-    """Print the port, serve each client from its offset until SIGTERM, then print the measurement."""
+    """Print the port, send each client the rest of the blob until SIGTERM, then print the measurement."""
     # in an outage, all connections and the listener are closed for OUTAGE_S, like those of a killed server
     lost_count, socks = [0], list[socket.socket]()
     send = _create_unreliable_send(loss, lost_count) if loss else _send_rest

@@ -209,7 +209,7 @@ def judge_claims(grid: Grid, columns: Mapping[str, Mapping[str, Any]]) -> dict[s
 def compute_claim_values(claim: ClaimSpec, row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> list[float]:
     """Return a claim's value for each seed in one column, or [] if a run lacks the value.
 
-    A target that was never reached counts as one round more than were run. Raise JobError if a baseline of 100 % is 0.
+    A target never reached counts as one round more than were run. Raise JobError for a percentage of a baseline of 0.
     """
 
     def get_values(row: Mapping[str, Any]) -> list[float | None]:

@@ -181,7 +181,7 @@ def _use_one_thread() -> None:
 
 
 def run_case(case: ComparisonCase, report: comparison.ReportRound) -> SeedRun:
-    """Run a case by the row's function `play`, on single devices (`alone`), or else on the whole fleet."""
+    """Run a case on the fleet, on single devices if its row says `alone`, or by the row's `play`."""
     options, job, folder = msgspec.json.decode(case.how, type=ExecutionOptions), case.settings, Path(case.folder)
     if choose_job_engine(job, methods.load(job.method)) == "torch":
         _use_one_thread()

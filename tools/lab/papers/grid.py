@@ -156,7 +156,7 @@ class Grid(GridStruct, frozen=True):
         return msgspec.structs.replace(self, rows=selected, claims=claims)
 
     def make_job(self, points: Iterable[AxisPoint], row: GridRow, seed: int, rounds: int | None) -> dict[str, Any]:
-        """Return the job of a cell as a table. `rounds` replaces the job's, except in rows with `fixed`."""
+        """Return the job of a cell as a table, with `rounds` instead of its own unless the row is `fixed`."""
         table = self.job
         for point in points:
             table = merge_tables(table, point.job)

@@ -205,8 +205,8 @@ class HomeWatcher:
     async def load_follower(self, run: str) -> RunFollower:
         """Return the follower of a run, by id or name, after reading all its events.
 
-        Raise StoreError if there is no such run, or JobError if its log cannot be read. The error is raised again for
-        RETRY_S without another read.
+        Raise StoreError if there is no such run, or JobError if its log cannot be read. For RETRY_S after a JobError,
+        the log is not read again.
         """
         row = await self.find_run(run)
         async with self._get_lock(row.id):

@@ -124,7 +124,7 @@ class RunFollower:
         return rows
 
     def find_last_metric(self) -> float | None:
-        """Return the weighted metric of the latest evaluation after a round of training, or None."""
+        """Return the metric of the latest evaluation of a trained model, weighted by examples, or None."""
         all_scores = (
             committed_round.scores
             for committed_round in reversed(self.summary.committed_rounds())

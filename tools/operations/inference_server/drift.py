@@ -46,7 +46,7 @@ class ReferenceDistribution(msgspec.Struct, frozen=True, forbid_unknown_fields=T
 
     @property
     def is_consistent(self) -> bool:
-        """Whether the fields fit each other. A damaged file may violate this."""
+        """Whether features, bins and counts match in number. In a damaged file they may not."""
         has_all_features = len(self.names) == len(self.edges) == len(self.counts) == len(self.weights)
         has_all_bins = all(
             len(counts) == 2 * len(limits) + 1 for limits, counts in zip(self.edges, self.counts, strict=False)
@@ -111,7 +111,7 @@ def make_reference(names: Sequence[str], values: np.ndarray, classes: np.ndarray
 
 
 def find_bin(edges: Sequence[float], value: float) -> int:
-    """Return the number of a value's bin: even between two edges, odd at an edge."""
+    """Return the number of a value's bin. Each edge has a bin of its own, with an odd number."""
     return bisect_left(edges, value) + bisect_right(edges, value)
 
 
@@ -182,7 +182,7 @@ class DriftCounts:
 
     @property
     def effective_sample(self) -> float:
-        """Number of equally weighted examples that the decaying counts are worth."""
+        """Effective sample size: the square of the sum of the weights / the sum of their squares."""
         return self._weight_sum**2 / self._squared_weight_sum if self._squared_weight_sum else 0.0
 
     def compute_distances(self) -> dict[str, float]:

@@ -118,7 +118,7 @@ OVERHEAD = FederationWorkload(
 
 @dataclass(frozen=True)
 class Contestant:
-    """A program that runs a workload, without the arguments for folder and processes."""
+    """Program that runs a workload. Its command lacks the arguments for folder and processes."""
 
     name: str
     title: str

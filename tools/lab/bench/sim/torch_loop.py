@@ -35,7 +35,7 @@ class TrainingLoop:
 
 
 def run_worker(folder: str, start: list[torch.Tensor], total: list[torch.Tensor], pipe: Any) -> None:
-    """Train each batch of clients from `pipe`, write the sum into `total` and send None. End at None."""
+    """Train each batch of clients from `pipe` until None. Send None when ready and after each batch."""
     loop = TrainingLoop(ContestantWorkload(folder))
     pipe.send(None)
     while (clients := pipe.recv()) is not None:
