@@ -432,31 +432,43 @@ def run_checks(name: str) -> Iterator[tuple[str, str, str]]:
     Raises:
         JobError: If the method does not exist or cannot be imported.
     """
-    methods.load(name)
+    method = methods.load(name)
     scenario_names = [name, *([f"{name}{MIXED_SUFFIX}"] if depends_on_memory(name) else [])]
-    checks: list[tuple[str, Callable[[], None]]] = []
+    checks: list[tuple[str, Callable[[], None], str]] = []
     for scenario_name in scenario_names:
         suffix = " (mixed fleet)" if scenario_name != name else ""
-        checks += [(f"{_check_title(check)}{suffix}", partial(check, scenario_name)) for check in CHECKS]
+        checks += [(f"{_check_title(check)}{suffix}", partial(check, scenario_name), "") for check in CHECKS]
     network_check = run_works_on_network
     checks += [
-        (f"{_check_title(network_check)} ({network})", partial(network_check, name, network)) for network in NETWORKS
+        (f"{_check_title(network_check)} ({network})", partial(network_check, name, network), _task_hint(method, table))
+        for network, table in NETWORKS.items()
     ]
-    for number, (title, check) in enumerate(checks):
+    for number, (title, check, hint) in enumerate(checks):
         progress.LINE.set_part(f"{name}: {title}", number, len(checks))
-        try:
-            check()
-        except CheckSkipped as reason:
-            yield title, "skipped", str(reason)
-        except AssertionError as error:
-            yield title, "failed", _describe_assertion(error)
-        except FedquiltError as error:
-            yield title, "failed", f"{type(error).__name__}: {error}"
-        except Exception as error:  # a plug-in may raise anything
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            yield title, "failed", f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
-        else:
-            yield title, "passed", ""
+        outcome, reason = _run_check(check)
+        yield title, outcome, f"{reason}{hint}" if outcome == "failed" else reason
+
+
+def _task_hint(method: Method, network: Mapping[str, Any]) -> str:
+    task = metrics.task_from_network(network)
+    if task == "classes" or task not in method.traits.prediction_tasks:
+        return ""
+    return f" If the method does not support {task!r}, leave it out of traits.prediction_tasks."
+
+
+def _run_check(check: Callable[[], None]) -> tuple[str, str]:
+    try:
+        check()
+    except CheckSkipped as reason:
+        return "skipped", str(reason)
+    except AssertionError as error:
+        return "failed", _describe_assertion(error)
+    except FedquiltError as error:
+        return "failed", f"{type(error).__name__}: {error}"
+    except Exception as error:  # a plug-in may raise anything
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return "failed", f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
+    return "passed", ""
 
 
 def _check_title(check: Callable[..., None]) -> str:

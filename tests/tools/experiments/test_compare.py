@@ -105,6 +105,15 @@ def test_a_key_changes_with_what_the_run_depends_on_and_nothing_else(folder: Pat
 def test_a_method_that_an_engine_cannot_run_gets_one_of_its_own(folder: Path) -> None:
     (prox, sq) = comparison.make_cases(JOB, folder, ["fedprox", "fedsq"], [0])
     assert (prox.settings.engine, sq.settings.engine) == ("numpy", None)
+    assert comparison.describe_other_engines(JOB, [prox]) == []
+    [line] = comparison.describe_other_engines(JOB, [prox, sq])
+    assert line == 'engine = "numpy" does not support every method: fedsq runs on torch'
+
+
+def test_an_engine_of_a_package_runs_every_method(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings.plugins, "plugin_names", lambda kind: ("quick",))
+    cases = comparison.make_cases(msgspec.structs.replace(JOB, engine="quick"), folder, ["fedprox", "fedsq"], [0])
+    assert [case.settings.engine for case in cases] == ["quick", "quick"]
 
 
 def test_another_methods_parameters_are_left_out_and_its_own_unknown_ones_refused(folder: Path) -> None:
