@@ -331,6 +331,19 @@ def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
     assert "is unknown; did you mean 'fedsdg'? There are: " in capsys.readouterr().err
 
 
+def test_the_command_prepares_a_bundle_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fedquilt.formats import toml
+
+    job = tmp_path / "job.toml"
+    job.write_text(toml.format_toml({**TABLE, "compare": {}, "rounds": 1, "model": NETWORK}))
+    words = ["compare", str(job), "--methods", "fedavg", "fedsq", "--seeds", "0", "--workers", "1", "--format", "json"]
+    assert main([*words, "--out", str(tmp_path / "out")]) in (0, 1)  # 1 without torch
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["table"][0]["method"] == "fedavg"
+    assert "job.bundle: 2 files" in shown.err
+    assert "fedsq runs on torch" in shown.err
+
+
 def test_a_method_with_a_network_for_each_device_moves_the_comparison_to_held_out_shares(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
