@@ -191,7 +191,7 @@ def test_three_devices_with_tls_and_a_rollout(shell):
     printed = fleet.run(run)
     assert "3 devices" in printed
     assert "done" in printed
-    assert "signed" in shell.log()
+    assert "coordinator is authenticated" in shell.log()
     assert "unsigned" not in shell.log()
     kept = [
         path for name in COLOURS for path in Path(agents.load_settings(shell.folder / f"{name}.toml").home).rglob("*")
