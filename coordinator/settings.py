@@ -358,7 +358,7 @@ def _require_params_in_table(table: Mapping[str, Any]) -> None:
 def parse_params(job: JobSettings) -> Any:
     """Return the method's `Params`, or raise JobError for an invalid parameter or unsupported engine."""
     method = methods.load(job.method)
-    if job.engine not in (None, *method.engines, *plugins.plugin_names("engine")):
+    if not supports_engine(method, job.engine):
         raise JobError(
             f"engine = {job.engine!r} is not supported by {job.method}: choose {' or '.join(method.engines)}"
         )
@@ -385,6 +385,10 @@ def parse_params(job: JobSettings) -> Any:
         with toml.prefix_errors("[params]"):
             plugins.find_plugin(kind_of_plugin, name, training_choices.BUILT_IN_CHOICES[kind_of_plugin])
     return params_type(**values)
+
+
+def supports_engine(method: Method, engine: str | None) -> bool:
+    return engine in (None, *method.engines, *plugins.plugin_names("engine"))
 
 
 def list_engines(job: JobSettings, method: Method) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def prepare(job: Path) -> None:
     """Create JOB.bundle beside a job file: donors split into blocks, or a network's initial weights.
 
-    `run` and `simulate` do this where the job, or a file that it names, has changed.
+    Commands that use the bundle do this where the job, or a file that it names, has changed.
     """
     prepare_bundle(job, home_access.load_job(job))
 
@@ -306,9 +306,10 @@ def compare(
     """Compare methods with several seeds on the same simulated fleet."""
     from fedquilt.tools.experiments import comparison as tool
 
+    settings = home_access.load_job(job)
     return tool.compare_and_print(
-        home_access.load_job(job),
-        home_access.bundle_folder(job),
+        settings,
+        prepare_if_changed(job, settings, progress.LINE.print_lines),
         out,
         names=methods,
         seeds=list(seeds),
@@ -378,14 +379,17 @@ def write_job(job: NewJob, *, force: bool) -> None:
         print("\n".join(table.fold_line(line)), flush=True)
 
 
-def prepare_if_changed(path: Path, job: JobSettings) -> Path:
+PrintLine = Callable[[str], None]
+
+
+def prepare_if_changed(path: Path, job: JobSettings, print_line: PrintLine = progress.LINE.print_to_stdout) -> Path:
     from fedquilt.formats import job_bundle
 
     folder = home_access.bundle_folder(path)
-    return folder if job_bundle.is_current(path, folder) else prepare_bundle(path, job)
+    return folder if job_bundle.is_current(path, folder) else prepare_bundle(path, job, print_line)
 
 
-def prepare_bundle(path: Path, job: JobSettings) -> Path:
+def prepare_bundle(path: Path, job: JobSettings, print_line: PrintLine = progress.LINE.print_to_stdout) -> Path:
     import msgspec
 
     from fedquilt.formats import job_bundle, toml
@@ -394,10 +398,10 @@ def prepare_bundle(path: Path, job: JobSettings) -> Path:
     folder = home_access.bundle_folder(path)
     with toml.prefix_errors(str(path)), progress.show_progress(f"preparing {folder}"):
         stamped_inputs = job_bundle.stamp_inputs(path, msgspec.to_builtins(job))
-        bundle = prepare.prepare_and_check(job, folder, progress.LINE.print_to_stdout)
+        bundle = prepare.prepare_and_check(job, folder, print_line)
         job_bundle.record_inputs(stamped_inputs, folder)
     size = sum(ref.size for ref in bundle.files.values())
-    print(f"{folder}: {len(bundle.files)} files, {units.format_bytes(size)}", flush=True)
+    print_line(f"{folder}: {len(bundle.files)} files, {units.format_bytes(size)}")
     return folder
 
 

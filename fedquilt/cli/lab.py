@@ -95,8 +95,10 @@ def front(job: Path, out: Path | None, format: str) -> int:
     """Show the trade-off between round duration and energy."""
     from fedquilt.tools.experiments import energy_front as tool
 
+    settings = home_access.load_job(job)
+    bundle = jobs.prepare_if_changed(job, settings, progress.LINE.print_lines)
     with progress.show_progress(f"planning rounds of {job}"):
-        return tool.print_fronts(home_access.load_job(job), home_access.bundle_folder(job), out, format)
+        return tool.print_fronts(settings, bundle, out, format)
 
 
 @lab.command()

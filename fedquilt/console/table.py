@@ -92,6 +92,7 @@ def format_markdown(lines: Iterable[str]) -> list[str]:
     kinds = {"": "blank", "|": "table", "#": "heading"}
     for kind, group in groupby("\n".join(lines).splitlines(), lambda line: kinds.get(line[:1], "text")):
         part = re.sub(r" \(\[[^]]+\]\([^)]+\)\)|[`*]{1,2}", "", "\n".join(group))
+        part = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", part)
         if kind == "table":
             rows = [re.split(r" ?(?<!\\)\| ?", line)[1:-1] for line in part.splitlines() if set(line) - set("|-")]
             pairs = [(name, "; ".join(filter(None, cells))) for name, *cells in rows]

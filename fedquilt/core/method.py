@@ -305,16 +305,20 @@ class Fit:
 
 @dataclass(frozen=True)
 class Step:
-    """Optimiser step on a mini-batch: learning rate of each tensor and an additional loss term."""
+    """Optimiser step on a mini-batch: learning rate of each tensor and an additional loss term.
 
-    rate: Callable[[str], float] = lambda name: 1.0  # tensor name -> factor of `Fit.lr`, 0 for a frozen tensor
-    penalty: Callable[[Any, Any, Any, Any, Mapping[str, Any]], Any] | None = None
-    """(module, x, y, scores, anchors) -> scalar of the engine that is added to the mean loss of the examples.
-
-    x are the network's inputs and y the targets of a mini-batch, or of a part of one.
+    Attributes:
+        rate: (tensor name) -> factor of `Fit.lr`, 0 for a frozen tensor.
+        penalty: (module, x, y, scores, anchors) -> scalar of the engine that is added to the mean loss of the examples.
+            x are the network's inputs and y the targets of a mini-batch, or of a part of one.
+        before_step: (module) -> None, called before the first part of a mini-batch.
+        exits: () -> scores of all exits, whose losses are summed.
     """
-    before_step: Callable[[Any], None] | None = None  # (module) -> None; called before the first part of a mini-batch
-    exits: Callable[[], Sequence[Any]] | None = None  # scores of all exits, whose losses are summed
+
+    rate: Callable[[str], float] = lambda name: 1.0
+    penalty: Callable[[Any, Any, Any, Any, Mapping[str, Any]], Any] | None = None
+    before_step: Callable[[Any], None] | None = None
+    exits: Callable[[], Sequence[Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -323,22 +327,24 @@ class Hooks:
 
     An engine rejects a hook that it does not support, and names it. The numpy engine has no module: it supports exactly
     one step, and none of `prepare`, `penalty`, `before_step` and `exits`.
+
+    Attributes:
+        correct_gradient: (gradient, value, anchors) -> corrected gradient of one tensor, in the engine's array type,
+            before clipping. `anchors[anchor]` is the tensor of the same name in that anchor. Plain arithmetic works in
+            every engine.
+        anchors: Additional tensors by anchor, with the names of the trained tensors. "start" always has the tensors
+            from which training starts.
+        prepare: (module) -> module to train, such as one with masks or adapters. The argument is a new module that may
+            be changed in place. `start` must contain the tensors of the returned module, which training returns.
+        inputs: (stored examples) -> network inputs. None selects the network's table.
+        steps: Steps that run in order on every mini-batch. The loss of the last step is reported.
     """
 
     correct_gradient: Callable[[Any, Any, Mapping[str, Any]], Any] | None = None
-    """(gradient, value, anchors) -> corrected gradient of one tensor, in the engine's array type, before clipping.
-
-    `anchors[anchor]` is the tensor of the same name in that anchor. Plain arithmetic works in every engine.
-    """
     anchors: Mapping[str, Tensors] = field(default_factory=dict)
-    """Additional tensors by anchor, with the names of the trained tensors. "start" always has the received tensors."""
     prepare: Callable[[Any], Any] | None = None
-    """(module) -> module to train, such as one with masks or adapters.
-
-    `start` must contain the tensors of the new module, which training returns.
-    """
-    inputs: Callable[[Any], Any] | None = None  # stored examples -> network inputs; None selects the network's table
-    steps: tuple[Step, ...] = (Step(),)  # run in order on every mini-batch; the loss of the last step is reported
+    inputs: Callable[[Any], Any] | None = None
+    steps: tuple[Step, ...] = (Step(),)
 
 
 class Trainer(Engine, Protocol):

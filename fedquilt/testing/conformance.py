@@ -44,6 +44,7 @@ from fedquilt.data.readers import arrays as array_readers
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import devices, engines
 from fedquilt.models.networks import registry
+from fedquilt.testing.corrupted_updates import corrupted_updates
 from fedquilt.testing.toy_networks import (
     MIXED_SUFFIX,
     NETWORKS,
@@ -430,31 +431,43 @@ def run_checks(name: str) -> Iterator[tuple[str, str, str]]:
     Raises:
         JobError: If the method does not exist or cannot be imported.
     """
-    methods.load(name)
+    method = methods.load(name)
     scenario_names = [name, *([f"{name}{MIXED_SUFFIX}"] if depends_on_memory(name) else [])]
-    checks: list[tuple[str, Callable[[], None]]] = []
+    checks: list[tuple[str, Callable[[], None], str]] = []
     for scenario_name in scenario_names:
         suffix = " (mixed fleet)" if scenario_name != name else ""
-        checks += [(f"{_check_title(check)}{suffix}", partial(check, scenario_name)) for check in CHECKS]
+        checks += [(f"{_check_title(check)}{suffix}", partial(check, scenario_name), "") for check in CHECKS]
     network_check = run_works_on_network
     checks += [
-        (f"{_check_title(network_check)} ({network})", partial(network_check, name, network)) for network in NETWORKS
+        (f"{_check_title(network_check)} ({network})", partial(network_check, name, network), _task_hint(method, table))
+        for network, table in NETWORKS.items()
     ]
-    for number, (title, check) in enumerate(checks):
+    for number, (title, check, hint) in enumerate(checks):
         progress.LINE.set_part(f"{name}: {title}", number, len(checks))
-        try:
-            check()
-        except CheckSkipped as reason:
-            yield title, "skipped", str(reason)
-        except AssertionError as error:
-            yield title, "failed", _describe_assertion(error)
-        except FedquiltError as error:
-            yield title, "failed", f"{type(error).__name__}: {error}"
-        except Exception as error:  # a plug-in may raise anything
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            yield title, "failed", f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
-        else:
-            yield title, "passed", ""
+        outcome, reason = _run_check(check)
+        yield title, outcome, f"{reason}{hint}" if outcome == "failed" else reason
+
+
+def _task_hint(method: Method, network: Mapping[str, Any]) -> str:
+    task = metrics.task_from_network(network)
+    if task == "classes" or task not in method.traits.prediction_tasks:
+        return ""
+    return f" If the method does not support {task!r}, leave it out of traits.prediction_tasks."
+
+
+def _run_check(check: Callable[[], None]) -> tuple[str, str]:
+    try:
+        check()
+    except CheckSkipped as reason:
+        return "skipped", str(reason)
+    except AssertionError as error:
+        return "failed", _describe_assertion(error)
+    except FedquiltError as error:
+        return "failed", f"{type(error).__name__}: {error}"
+    except Exception as error:  # a plug-in may raise anything
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return "failed", f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
+    return "passed", ""
 
 
 def _check_title(check: Callable[..., None]) -> str:
@@ -468,53 +481,7 @@ def _describe_assertion(error: AssertionError) -> str:
     return f"{message or frame.line} ({Path(frame.filename).name}, line {frame.lineno})"
 
 
-# -- corrupted updates ----------------------------------------------------------------------------
-
-
-def corrupted_updates(update: DeviceUpdate) -> Iterator[tuple[str, DeviceUpdate]]:
-    """Yield, for each possible error, a description and a copy of the update with this error."""
-
-    def replace_tensor(bundle: str, name: str, array: np.ndarray | None) -> DeviceUpdate:
-        changed = {**update.bundles[bundle], name: array}
-        remaining = {key: value for key, value in changed.items() if value is not None}
-        return replace(update, bundles={**update.bundles, bundle: remaining})
-
-    for bundle, bundle_tensors in update.bundles.items():
-        for name, array in bundle_tensors.items():
-            if array.dtype.kind == "f" and array.size:
-                yield f"{bundle}/{name} is NaN", replace_tensor(bundle, name, _with_first_value(array, np.nan))
-                yield f"{bundle}/{name} is infinite", replace_tensor(bundle, name, _with_first_value(array, np.inf))
-            for problem, invalid_array in invalid_arrays(array):
-                yield f"{bundle}/{name} {problem}", replace_tensor(bundle, name, invalid_array)
-            yield f"{bundle}/{name} is missing", replace_tensor(bundle, name, None)
-            yield f"{bundle}/{name} is longer", replace_tensor(bundle, name, _repeat_array(array))
-        yield f"{bundle} has an unknown tensor", replace_tensor(bundle, "stranger", np.zeros(1, np.float32))
-        other_bundles = {key: value for key, value in update.bundles.items() if key != bundle}
-        yield f"{bundle} is missing", replace(update, bundles=other_bundles)
-
-
-def invalid_arrays(array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield, for another dtype and values out of range, a description and a copy of the array with them."""
-    floats, integers = (np.float32, np.float64), (np.int32, np.int64, np.uint8)
-    for kind in (*floats, *integers):
-        if array.dtype != kind:
-            yield f"is {np.dtype(kind)}", array.astype(kind)
-    if array.dtype.kind == "f" and array.size:
-        yield "is too large", np.full_like(array, np.finfo(array.dtype).max)
-        yield "is 1e300", np.full(array.shape, 1e300)
-    elif array.dtype == np.int64 and array.size:
-        yield "is too large", np.full_like(array, np.iinfo(np.int64).max)
-        yield "is below 0", np.full_like(array, -1)
-
-
-def _with_first_value(array: np.ndarray, value: float) -> np.ndarray:
-    changed = array.copy()
-    changed.reshape(-1)[0] = value
-    return changed
-
-
-def _repeat_array(array: np.ndarray) -> np.ndarray:
-    return np.concatenate([array.reshape(1, -1), array.reshape(1, -1)], axis=1).reshape(-1)
+# -- values and states ----------------------------------------------------------------------------
 
 
 def require_identical(actual: Any, expected: Any, location: str = "state") -> None:

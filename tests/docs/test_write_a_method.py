@@ -1,5 +1,6 @@
 """The pages on methods and sensors: their code is taken from them, put into files as they say, and run."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -12,11 +13,13 @@ import pytest
 from waiting import LIMIT_S, wait_until
 
 from fedquilt import methods
-from fedquilt.core import Method
+from fedquilt.arrays import tensors
+from fedquilt.core import Aggregation, Hooks, Method, Step, Traits
 from fedquilt.edge_agent import devices, settings
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.formats import toml
-from fedquilt.testing.toy_networks import point_devices, run_method, toy_bundle
+from fedquilt.testing import conformance
+from fedquilt.testing.toy_networks import packed_states, point_devices, record_run, run_method, toy_bundle
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -29,7 +32,7 @@ def blocks(page: str, language: str = "python") -> list[str]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the reader works; modules that are imported from there are forgotten again."""
     monkeypatch.chdir(tmp_path)
-    for name in ("prox", "usb_meter", "wall_plug"):
+    for name in ("prox", "own", "usb_meter", "wall_plug"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     methods.load.cache_clear()
     return tmp_path
@@ -53,6 +56,37 @@ def test_fedprox_from_the_page_is_about_25_lines_and_ours_to_the_bit(prox, folde
     for mine, ours in zip(*runs, strict=True):
         for name, value in ours.model.items():
             np.testing.assert_array_equal(mine.model[name], value)
+
+
+@pytest.mark.parametrize("values", [Method, Aggregation, Traits, Hooks, Step])
+def test_the_tables_name_only_fields(values: type):
+    page = (DOCS / "write-a-method.md").read_text()
+    heading = {Method: "## Fields of `Method`\n", Aggregation: "### `Aggregation`\n", Traits: "### `Traits`\n"}
+    text = page.split(heading.get(values, f"| field of `{values.__name__}` |"))[1]
+    rows = re.search(r"(?:^\|.*\n)+", text[text.index("|---") :], re.M)
+    assert rows is not None
+    named = {name for row in rows[0].splitlines() for name in re.findall(r"`(\w+)", row.split("|")[1])}
+    fields = {field.name for field in dataclasses.fields(values)}
+    assert named <= fields
+    if values in (Hooks, Step):
+        assert named == fields == set(re.findall(r"^        (\w+): ", values.__doc__ or "", re.M))
+
+
+def test_the_personal_method_of_the_page_conforms_and_shares_fedavgs_model(folder):
+    (folder / "own.py").write_text(blocks("write-a-method.md")[0])
+    scenario, states, _, runs = record_run("own:METHOD")
+    shared = record_run("fedavg")[1]
+    assert packed_states(states) == packed_states(shared)
+    (first, first_result), *_ = runs
+    later = next(context for context, _ in runs[1:] if context.device == first.device)
+    assert first.private_state == {}
+    assert tensors.encode_tensors(later.private_state) == tensors.encode_tensors(first_result.private_state)
+    for check in (conformance.update_contains_no_private_state, conformance.private_state_is_declared):
+        check("own:METHOD")
+    own = scenario.method.personal_model
+    assert own is not None
+    assert own(None, later) == later.private_state  # type: ignore[arg-type]
+    assert own(None, first) == first.load("model")  # type: ignore[arg-type]
 
 
 def test_the_settings_on_the_pages_are_a_boards(folder):

@@ -67,10 +67,10 @@ def test_markdown_is_shown_without_its_signs():
         "f.",
         "- g",
         "  h",
-        "- i",
+        "- i [x](y.md)",
         "",
         "| j | k |",
         "|---|---|",
         "| `l` | m \\| n |",
     ]
-    assert table.format_markdown(page) == ["a", "", "b c f.", "- g h", "- i", "", "j  k", "l  m | n"]
+    assert table.format_markdown(page) == ["a", "", "b c f.", "- g h", "- i x", "", "j  k", "l  m | n"]

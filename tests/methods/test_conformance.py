@@ -92,6 +92,20 @@ def test_a_run_on_any_network_goes_on_from_the_store(name, network):
         pytest.skip(str(reason))
 
 
+def test_a_failure_with_another_prediction_names_the_trait(monkeypatch):
+    def run_works_on_network(name, network):
+        raise AssertionError(network)
+
+    monkeypatch.setattr(conformance, "CHECKS", ())
+    monkeypatch.setattr(conformance, "run_works_on_network", run_works_on_network)
+    reasons = [reason for _, _, reason in conformance.run_checks("fedavg")]
+    assert len(reasons) == len(NETWORKS)
+    assert [reason.split("'")[1] for reason in reasons if "traits.prediction_tasks" in reason] == [
+        "regression",
+        "labels",
+    ]
+
+
 def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size():
     pytest.importorskip("torch")
     for name in ("heterofl", "fjord", "fedlps", "depthfl"):

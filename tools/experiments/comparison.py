@@ -97,7 +97,7 @@ def make_cases(
                 "params": merge_params(job, name, changes.get(name, {})),
                 "seed": seed,
                 "data": {**job.data, "seed": seed},
-                "engine": job.engine if job.engine in method.engines else None,
+                "engine": job.engine if jobs.supports_engine(method, job.engine) else None,
                 "rounds": rounds or job.rounds,
                 "check": {"every": evaluation_interval},
             }
@@ -105,6 +105,17 @@ def make_cases(
             jobs.parse_job(table)
             cases.append(ComparisonCase(msgspec.json.encode(table, order="sorted"), str(folder)))
     return cases
+
+
+def describe_other_engines(job: JobSettings, cases: Sequence[ComparisonCase]) -> list[str]:
+    """Return a line on the methods that do not support the job's engine, or no line without such methods."""
+    engines = {
+        case.settings.method: " or ".join(jobs.list_engines(case.settings, methods.load(case.settings.method)))
+        for case in cases
+        if case.settings.engine != job.engine
+    }
+    texts = ", ".join(f"{name} runs on {engine}" for name, engine in engines.items())
+    return [f'engine = "{job.engine}" does not support every method: {texts}'] if engines else []
 
 
 def merge_params(job: JobSettings, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,6 +273,7 @@ def compare_and_print(
     if target is not None and metric.share and target > 1:
         raise JobError(f"--target {target:g} is above 1: for {target:g} % {metric.title} use {target / 100:g}")
     todo = make_cases(job, folder, names, seeds, rounds=rounds, changes=changes)
+    progress.LINE.print_lines(*describe_other_engines(job, todo))
 
     def run_case(case: ComparisonCase, report_round: ReportRound) -> SeedRun:
         return run_seed(case.settings, Path(case.folder), report_round, workers, engine=engine, mixed=mixed)

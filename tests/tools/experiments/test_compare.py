@@ -105,6 +105,15 @@ def test_a_key_changes_with_what_the_run_depends_on_and_nothing_else(folder: Pat
 def test_a_method_that_an_engine_cannot_run_gets_one_of_its_own(folder: Path) -> None:
     (prox, sq) = comparison.make_cases(JOB, folder, ["fedprox", "fedsq"], [0])
     assert (prox.settings.engine, sq.settings.engine) == ("numpy", None)
+    assert comparison.describe_other_engines(JOB, [prox]) == []
+    [line] = comparison.describe_other_engines(JOB, [prox, sq])
+    assert line == 'engine = "numpy" does not support every method: fedsq runs on torch'
+
+
+def test_an_engine_of_a_package_runs_every_method(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings.plugins, "plugin_names", lambda kind: ("quick",))
+    cases = comparison.make_cases(msgspec.structs.replace(JOB, engine="quick"), folder, ["fedprox", "fedsq"], [0])
+    assert [case.settings.engine for case in cases] == ["quick", "quick"]
 
 
 def test_another_methods_parameters_are_left_out_and_its_own_unknown_ones_refused(folder: Path) -> None:
@@ -320,6 +329,19 @@ def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
     assert "fedprox" in shown.out
     assert main(["compare", str(job), "--methods", "fedsgd"]) == 2
     assert "is unknown; did you mean 'fedsdg'? There are: " in capsys.readouterr().err
+
+
+def test_the_command_prepares_a_bundle_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fedquilt.formats import toml
+
+    job = tmp_path / "job.toml"
+    job.write_text(toml.format_toml({**TABLE, "compare": {}, "rounds": 1, "model": NETWORK}))
+    words = ["compare", str(job), "--methods", "fedavg", "fedsq", "--seeds", "0", "--workers", "1", "--format", "json"]
+    assert main([*words, "--out", str(tmp_path / "out")]) in (0, 1)  # 1 without torch
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["table"][0]["method"] == "fedavg"
+    assert "job.bundle: 2 files" in shown.err
+    assert "fedsq runs on torch" in shown.err
 
 
 def test_a_method_with_a_network_for_each_device_moves_the_comparison_to_held_out_shares(
