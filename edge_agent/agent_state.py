@@ -159,7 +159,7 @@ class AgentState:
         except WireError as error:
             log.warning("%s/%s is damaged (%s): the task must run again", folder, UPDATE_FILE, error)
             return None
-        missing_bundles = [name for name, ref in update.bundles.items() if not self.blob_store.has_blob(ref)]
+        missing_bundles = [name for name, ref in update.bundles.items() if not self.blob_store.claim_blob(ref)]
         if missing_bundles:
             log.warning("%s: bundle %s is missing: the task must run again", folder, ", ".join(missing_bundles))
         return None if missing_bundles else update

@@ -14,11 +14,14 @@ from fedquilt.host.disk import StrPath
 class SharedBlobStore:
     def __init__(self, folder: Path) -> None:
         self.blob_store = BlobStore(folder, durable=False)
-        self.blob_store.remove_all_but(set())  # leftovers of a killed process
         self._holders: Counter[str] = Counter()  # sha256 -> number of simulated devices that have the blob
 
     def add_holder(self, ref: BlobRef) -> None:
         self._holders[ref.sha256] += 1
+
+    def remove_unclaimed(self) -> None:
+        """Remove the blobs of a killed process that no device has claimed."""
+        self.blob_store.remove_all_but(set(self._holders))
 
     def remove_holder(self, sha256: str) -> None:
         self._holders[sha256] -= 1
@@ -57,6 +60,12 @@ class SharedBlobView(BlobStore):
 
     def load(self, sha256: str) -> bytes | None:
         return super().load(sha256) if sha256 not in self._device_blobs else self._shared.blob_store.load(sha256)
+
+    def claim_blob(self, ref: BlobRef) -> bool:
+        if not self._shared.blob_store.has_blob(ref):
+            return super().claim_blob(ref)
+        self._add_to_shared(ref)
+        return True
 
     def store_bytes(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
         return self._add_to_shared(self._shared.blob_store.store_bytes(payload, expected))

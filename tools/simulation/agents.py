@@ -225,6 +225,7 @@ def run_fleet_virtually(
                 )
                 sides.append((link_of_device, agents[-1]))
                 console.show_status(lambda: f"{len(agents)} of {plan.size} devices created")
+        shared_blobs.remove_unclaimed()
 
         def watch() -> None:
             nonlocal busy_s

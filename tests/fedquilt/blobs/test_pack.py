@@ -139,6 +139,19 @@ def test_devices_of_one_process_share_their_small_blobs_and_each_has_its_own(tmp
     assert not (tmp_path / "one").exists()
 
 
+def test_a_device_claims_the_blobs_of_a_killed_process_and_the_others_are_removed(tmp_path):
+    killed = SharedBlobView(tmp_path / "one", SharedBlobStore(tmp_path / "shared"))
+    update, model = killed.store_bytes(b"update"), killed.store_bytes(b"model")
+    shared = SharedBlobStore(tmp_path / "shared")
+    one, two = (SharedBlobView(tmp_path / name, shared) for name in ("one", "two"))
+    assert one.claim_blob(update)
+    assert not one.claim_blob(BlobRef(sha256=sha256(b"lost"), size=4))
+    shared.remove_unclaimed()
+    assert one.has_blob(update)
+    assert not two.has_blob(update)
+    assert not shared.blob_store.has_blob(model)
+
+
 def test_a_blob_that_came_in_parts_is_shared_as_well(tmp_path):
     shared, payload = SharedBlobStore(tmp_path / "shared"), bytes(range(256)) * 16
     ref = BlobRef(sha256=sha256(payload), size=len(payload))
