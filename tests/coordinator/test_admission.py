@@ -207,7 +207,7 @@ def test_an_update_of_another_state_is_refused():
     (answer,) = hear("asked", UpdateAnnounced("a", other)).actions
     assert isinstance(answer, AckUpdate)
     assert not answer.accepted
-    assert "this round has another state" in answer.reason
+    assert "its round has another state" in answer.reason
 
 
 def test_a_refusal_of_another_attempt_or_round_or_job_is_old():

@@ -72,7 +72,7 @@ def test_a_replaced_method_keeps_the_parameters_that_it_has():
         (lambda: job(params={"muu": 1.0}), r"\[params\] muu: fedprox has no such parameter; .*did you mean 'mu'\?"),
         (
             lambda: fq.Cohort(siz=3),
-            r"\[cohort\]: there is no key 'siz'; did you mean 'size'\? Keys of \[cohort\]: size, ",
+            r"\[cohort\]: there is no key 'siz'; did you mean 'size'\? Keys of \[cohort\]: mode, ",
         ),
         (
             lambda: fq.Fleet(1, ["a"], ["1GB"], "max", None, ["lab"], ["1MB/s"], "more"),
