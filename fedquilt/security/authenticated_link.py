@@ -361,7 +361,7 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         return session if session is not None and self._clock() < session.ends_s else None
 
     def _accept_last_will(self, device: str, message: Message) -> Message | None:
-        """Return the unsigned will of the agent's current start, or None. Raise WireError for another message."""
+        """Return the will if it is of the agent's current start, or else None. Raise WireError unless it is a will."""
         presence = wire.decode(message.payload, wire.Presence)
         if presence.online:
             raise UnsignedMessageError

@@ -55,7 +55,7 @@ class Winner:
 
 
 def rank_blocks(score: np.ndarray, level: np.ndarray, pool: Sequence[str]) -> list[int]:
-    """Return the positions in the pool, best first: by level, then score, then block id."""
+    """Return the positions in the pool: the highest level first, then the highest score, then by block id."""
     return sorted(range(len(pool)), key=lambda j: (-level[j], -score[j], pool[j]))
 
 

@@ -1,4 +1,4 @@
-"""First job file for a data set."""
+"""Job file for a data set, with a network and settings chosen from the data."""
 
 from __future__ import annotations
 
