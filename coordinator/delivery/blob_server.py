@@ -235,7 +235,7 @@ class BlobServer:
         self._report_result(TransferResult(key, writer, None))
 
     def _charge_bytes(self, grant: AccessGrant, size: int) -> None:
-        """Subtract `size` sent bytes from the grant. A call with size 0 raises RequestRefusedError if no bytes are left."""
+        """Reduce the grant by `size` sent bytes. With size 0, raise RequestRefusedError if no bytes are left."""
         with self._lock:
             grant.remaining_bytes -= size
             if grant.remaining_bytes <= 0 and not size:

@@ -186,7 +186,7 @@ class PartialAggregate:
         self._pending_sums.append((dict(inputs), total))
 
     def merge_pending_sums(self, updates: Mapping[str, Update]) -> None:
-        """Merge each pending sum whose updates were all accepted with the same content. Drop the other sums."""
+        """Merge each pending sum of which all updates were accepted with the same content. Drop the rest."""
         for inputs_by_device, compute_sum in self._pending_sums:
             is_unchanged = all(
                 device in updates and fold_inputs(updates[device]) == inputs

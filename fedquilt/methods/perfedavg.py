@@ -71,7 +71,7 @@ class MetaStep:
 
 
 def send(state: NetworkState, device: DeviceView) -> TaskSpec:
-    """Return the task spec to train. The predicted cost is twice FedAvg's, with one more copy of the model."""
+    """Return the task spec to train. A task costs twice that of FedAvg, and one more copy of the model."""
     return with_adaptation(local_training.training_task_spec(state, {"model": state.model}, TRAITS), state)
 
 
