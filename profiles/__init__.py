@@ -213,7 +213,7 @@ class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def operating_points(self) -> tuple[OperatingPoint, ...]:
         """Return up to MAX_POINTS points: the named modes, then the grid, with missing numbers modelled."""
         listed_points = [
-            self._make_completed_point(point.name, {key: _value_or_none(getattr(point, key)) for key in NUMBERS})
+            self._make_point_with_predictions(point.name, {key: _value_or_none(getattr(point, key)) for key in NUMBERS})
             for point in self.points
         ]
         if self.clocks is None or self.model is None:
@@ -229,7 +229,7 @@ class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for clocks_of_point, full in zip(clocks, full_clocks, strict=True)
             if full not in listed_clocks
         ]
-        return (*listed_points, *(self._make_completed_point(name, full) for name, full in new_points))
+        return (*listed_points, *(self._make_point_with_predictions(name, full) for name, full in new_points))
 
     def values_behind(self, point: str, *numbers: str, workload: str = "") -> tuple[SourcedValue, ...]:
         """Return the sourced values from which numbers of an operating point are derived.
@@ -246,16 +246,16 @@ class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             values += [value] if value is not None else self.model.sourced_values(*BEHIND[number]) if self.model else []
         return tuple(values)
 
-    def _make_completed_point(self, name: str, known_clocks: Mapping[str, float | None]) -> OperatingPoint:
-        numbers = {key: value for key, value in known_clocks.items() if value is not None}
+    def _make_point_with_predictions(self, name: str, known_numbers: Mapping[str, float | None]) -> OperatingPoint:
+        numbers = {key: value for key, value in known_numbers.items() if value is not None}
         top = self.highest_clocks()
         if self.model is not None:
-            numbers = {**self.model.compute_rates(known_clocks, top), **numbers}
-            busy_w = self.model.power_model().compute_watts(known_clocks, top)
+            numbers = {**self.model.compute_rates(known_numbers, top), **numbers}
+            busy_w = self.model.power_model().compute_watts(known_numbers, top)
             if busy_w is not None:
                 numbers.setdefault("busy_w", _round_to_four_digits(busy_w))
         rates = {
-            workload: Rates(**times.compute_rates(known_clocks, top)) for workload, times in self.workloads.items()
+            workload: Rates(**times.compute_rates(known_numbers, top)) for workload, times in self.workloads.items()
         }
         return OperatingPoint(name=name, **numbers, rates=rates)
 

@@ -46,15 +46,15 @@ class Snapshot(msgspec.Struct):
 
     def apply_event(self, event: AnyEvent, new_state: JobState) -> None:
         if isinstance(event, UpdateAccepted):
-            self._record_update_numbers(event.update, work="work" in new_state.task_actions)
+            self._record_examples_and_weight(event.update, is_work_round="work" in new_state.task_actions)
         self.job_state, self.event_count = new_state, self.event_count + 1
 
-    def _record_update_numbers(self, update: Update, *, work: bool) -> None:
+    def _record_examples_and_weight(self, update: Update, *, is_work_round: bool) -> None:
         boards = max(len(update.site_devices), 1)
         if (examples := update.usage.examples) is not None:
             self.examples_by_device[update.device] = examples
             self.example_counts.set_number(update.device, examples / boards)
-        if work and update.weight > 0:
+        if is_work_round and update.weight > 0:
             self.weights.set_number(update.device, update.weight / boards)
 
 

@@ -229,14 +229,14 @@ def adapt_for_sites(method: Method, job: JobSettings, files: Mapping[str, BlobRe
     if evaluation_round is not None:
         evaluation_round = replace(
             evaluation_round,
-            send=_wrap_send(evaluation_round.send, {**params, "settling": True}, files),
+            send=_send_state_to_sites(evaluation_round.send, {**params, "settling": True}, files),
             aggregation=_accept_site_updates(evaluation_round.aggregation),
         )
-    send, aggregation = _wrap_send(method.send, params, files), _accept_site_updates(method.aggregation)
+    send, aggregation = _send_state_to_sites(method.send, params, files), _accept_site_updates(method.aggregation)
     return replace(method, send=send, aggregation=aggregation, evaluation_round=evaluation_round)
 
 
-def _wrap_send(
+def _send_state_to_sites(
     send_task_spec: Callable[..., Any], params: Mapping[str, Any], files: Mapping[str, BlobRef]
 ) -> Callable[[Any, DeviceView], TaskSpec | None]:
     cached: list[tuple[Any, dict[str, Tensors | BlobRef]]] = []  # latest state and its bundles

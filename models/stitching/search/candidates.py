@@ -185,7 +185,7 @@ def solve_candidates(state: SearchState, sums: ClassMoments) -> tuple[Candidate,
         late_sets = [tap_set for tap_set in search.find_larger_sets() if not search.is_within_budget(tap_set.taps)]
         tap_sets += late_sets[:MAX_LATE_SETS]
     sets_by_taps = {frozenset(tap_set.taps): tap_set for tap_set in tap_sets}
-    return sort_by_cost(state, (_solve_candidate(search, tap_set) for tap_set in sets_by_taps.values()))
+    return sort_by_cost(state, (_fit_candidate_head(search, tap_set) for tap_set in sets_by_taps.values()))
 
 
 def sort_by_cost(state: SearchState, candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
@@ -346,7 +346,7 @@ def _native_taps_by_donor(state: SearchState) -> dict[str, list[int]]:
     return taps_by_donor
 
 
-def _solve_candidate(search: _TruncationSearch, tap_set: _TapSet) -> Candidate:
+def _fit_candidate_head(search: _TruncationSearch, tap_set: _TapSet) -> Candidate:
     state, penalty = search.state, tap_set.penalty
     taps = sorted(tap_set.taps)
     head = joint_head.fit_discriminant(search.restrict_to(taps), penalty.ridge)

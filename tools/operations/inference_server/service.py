@@ -194,7 +194,7 @@ class ModelService:
     def _classify_and_count(self, read: Callable[[ServedModel], np.ndarray]) -> list[Classification]:
         started_s = time.perf_counter()
         with self._lock:
-            loaded = self._follow_current_model()  # a request uses one model from start to end
+            loaded = self._current_model_after_reset()  # a request uses one model from start to end
             x = read(loaded)
             if not 0 < len(x) <= MAX_EXAMPLES:
                 raise DataError(f"request has {len(x)} examples: send 1 to {MAX_EXAMPLES}")
@@ -249,7 +249,7 @@ class ModelService:
     def _make_drift(self, loaded: ServedModel) -> DriftCounts:
         return DriftCounts(self._references.get(loaded.sha256), self._reference_size)
 
-    def _follow_current_model(self) -> ServedModel:
+    def _current_model_after_reset(self) -> ServedModel:
         # statistics of the previous model are reset when the model has changed
         loaded = self._models.current
         if loaded.sha256 != self._counted_model:
@@ -266,7 +266,7 @@ class ModelService:
     def make_status(self) -> dict[str, Any]:
         """Return model, counts, median latency, drift and accuracy. A new model resets drift and accuracy."""
         with self._lock:
-            loaded = self._follow_current_model()
+            loaded = self._current_model_after_reset()
             score = self._drift.compute_score()
             return {
                 "at": self._clock(),
