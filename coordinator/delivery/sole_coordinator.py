@@ -1,9 +1,10 @@
 """Detection of a second coordinator of the same fleet on one broker.
 
-A coordinator that starts publishes a question in coord/state, and a running coordinator of the fleet replies with its
-state. Replies of the same home do not count, and a killed coordinator does not reply. So restarts and take-overs are
-never refused. A running one also answers an offline state, such as the last will of a coordinator that
-was killed, so that the retained state stays that of a running one.
+A coordinator that starts publishes an offline state in coord/state, and a running coordinator of the fleet replies
+with its state. Replies of the same home do not count, and a killed coordinator does not reply. So restarts and
+take-overs are never refused. A running coordinator also replies to the last will of another one, so that the retained
+state is that of a running coordinator. Two coordinators with the same certificate are not detected, because the broker
+disconnects the first of two clients with the same name.
 """
 
 from __future__ import annotations

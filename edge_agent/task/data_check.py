@@ -3,8 +3,8 @@
     python -m fedquilt.edge_agent.task.sandbox fedquilt.edge_agent.task.data_check PRIVATE BUDGET PARENT
 
 The daemon starts this process because it imports no numpy itself. The process reads the table [data] as JSON from stdin
-and writes the problem, or nothing, to stdout. It runs beside
-tasks: it has a low priority, and ends without a result if it needs more memory than the budget of a task.
+and writes the problem, or nothing, to stdout. It may run at the same time as a task. So it has a low priority, and ends
+without a result if it needs more memory than the budget of a task.
 """
 
 from __future__ import annotations

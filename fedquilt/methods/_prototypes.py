@@ -183,11 +183,11 @@ def update_schema(state: State) -> core.UpdateSchema:
 
 
 def validate_update(state: State, update: core.DeviceUpdate) -> None:
-    """Raise UpdateError for wrong names, shapes or types, or if the examples do not add up to the weight."""
+    """Raise UpdateError for wrong names, shapes or types, or unless counts of examples add up to a positive weight."""
     prototypes = update.bundles.get("prototypes", {})
     tensors.require_addable(prototypes, update_schema(state).bundles["prototypes"])
-    if (count := prototypes["examples"].sum()) != update.weight:
-        raise core.UpdateError(f"{update.device} weighs {update.weight:g}, and reports prototypes of {count} examples")
+    if not 0 < update.weight == prototypes["examples"].sum():
+        raise core.UpdateError(f"{update.device}: counts of examples do not add up to weight {update.weight:g}")
 
 
 def result(state: State) -> core.Artefact:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import pytest
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
+from fedquilt.blobs.shared_store import SharedBlobStore
 from fedquilt.core import BlobRef, JobError, OperatingPoint, StoreError, Update, Usage, WorkEstimate
 from fedquilt.edge_agent.agent_state import (
     SPARE_BYTES,
@@ -42,12 +44,12 @@ def worked(local: AgentState, private: float | None = None, round: int = 3, job:
     )
 
 
-def commit(local: AgentState, update: Update) -> bool:
+def commit(local: AgentState, update: Update, blobs: Mapping[str, bytes] = {}) -> bool:
     """Keep what the task's process has left, with the hash that it says of its private state."""
     left = local.home / "task/out" / PRIVATE_FILE
     payload = left.read_bytes() if left.exists() else None
     ref = None if payload is None else BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-    return local.commit_update(update, private=ref)
+    return local.commit_update(update, blobs, private=ref)
 
 
 def state_of(local: AgentState, job: str = "j-1", counted: int | None = 3) -> float | None:
@@ -63,6 +65,19 @@ def test_a_committed_result_is_found_by_the_next_start(tmp_path: Path) -> None:
     assert again.load_outbox() == ({KEY: (update, True)}, {})
     assert again.blob_store.has_blob(update.bundles["model"])
     assert not (tmp_path / "scratch").exists()
+
+
+def test_an_update_in_a_shared_store_survives_the_process_with_its_private_state(tmp_path: Path) -> None:
+    killed = AgentState(tmp_path / "d", durable=False, shared=SharedBlobStore(tmp_path / "shared"))
+    killed.empty_output().mkdir(parents=True)
+    update = worked(killed, private=1.0)
+    sha256 = update.bundles["model"].sha256
+    assert commit(killed, update, {sha256: (killed.home / "task/out" / sha256).read_bytes()})
+    shared = SharedBlobStore(tmp_path / "shared")
+    again = AgentState(tmp_path / "d", durable=False, shared=shared)
+    assert again.load_outbox() == ({KEY: (update, True)}, {})
+    shared.remove_unclaimed()
+    assert again.blob_store.has_blob(update.bundles["model"])
 
 
 def test_a_crash_before_the_commit_leaves_nothing_but_the_old_private_state(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from fedquilt.core import (
     ModelError,
     Task,
     Tensors,
+    UpdateError,
 )
 from fedquilt.methods import _prototypes, fedproto, fedtgp
 from fedquilt.testing.toy_networks import deliver_task, device_profile, make_torch_engine, point_devices, run_method
@@ -141,6 +142,21 @@ def test_prototypes_are_weighted_by_the_examples_of_their_class(tmp_path: Path) 
     found = fedproto.step(state, total)
     assert found.prototypes[:, 0].tolist() == [4, 7, 0]
     assert found.has_prototype.tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize("method", [fedproto, fedtgp])
+@pytest.mark.parametrize(
+    ("examples", "weight"),
+    [([-9, 12, 0], 3.0), ([0, 0, 0], 0.0), ([2, 2, 0], 3.0), ([2**62, 2**62, 2**63 - 1], 2.0**63 - 1)],
+)
+def test_counts_that_no_device_can_have_are_refused(
+    tmp_path: Path, method: Any, examples: list[int], weight: float
+) -> None:
+    """Negative counts would move a prototype away from the honest ones, and without a count nothing can be trained."""
+    state = method.METHOD.init(tiered(tmp_path), method.Params(), 0)
+    lie = replace(update("liar", [[1] * 4] * 3, examples), weight=weight)
+    with pytest.raises(UpdateError, match=r"do not add up to weight|permitted for int64"):
+        method.fold(state, None, lie)
 
 
 def test_the_gradient_of_fedtgp_is_that_of_its_loss() -> None:
