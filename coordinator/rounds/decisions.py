@@ -482,13 +482,13 @@ def _describe_failed_round(state: JobState, quorum: int, reasons: Mapping[str, t
         state.decline_reasons.keys() & state.cohort
     )
     declined = reasons.keys() - rejected - state.devices_without_work
-    silent = sorted(selected_devices - state.accepted_updates.keys() - reasons.keys())
+    missing = sorted(selected_devices - state.accepted_updates.keys() - reasons.keys())
     counts = [
         f"{len(state.accepted_updates)} submitted an update",
         *([f"{len(declined)} declined"] if declined else []),
         *([f"{len(rejected)} submitted an invalid update"] if rejected else []),
         *([f"{len(state.devices_without_work)} had no task"] if state.devices_without_work else []),
-        *([f"{len(silent)} did not answer"] if silent else []),
+        *([f"{len(missing)} submitted nothing in time"] if missing else []),
     ]
     reasons_text = format_by_reason({device: reason for device, (_, reason) in reasons.items()})
     return (
@@ -497,7 +497,7 @@ def _describe_failed_round(state: JobState, quorum: int, reasons: Mapping[str, t
         f"{'attempt' if not state.attempt else 'attempts'}: {', '.join(counts)}, and {quorum} "
         f"{'update is' if quorum == 1 else 'updates are'} needed"
         + (f"; reasons: {reasons_text}" if reasons_text else "")
-        + (f"; no answer: {', '.join(silent[:5])}" if silent else "")
+        + (f"; no update from {', '.join(missing[:5])}" if missing else "")
         + ".\nFix: check these devices and `fedquilt resume` the run (with simulated devices: repeat the command), or "
-        "start the job again with another [cohort] size, quorum or deadline_s."
+        "start the job again with a longer [cohort] deadline_s, if the devices were at work, or another size or quorum."
     )

@@ -156,8 +156,8 @@ def test_a_job_that_fails_names_those_that_an_earlier_attempt_refused():
     state = apply_events(state, RoundRetried(0, 1), CohortSelected(0, 1, ("c",)))
     fact = decide_event(state, 10.0, set("bc"))
     assert (
-        "1 submitted an update, 1 declined, 1 did not answer, and 3 updates are needed; reasons: a: none; no answer: c"
-        in fact.reason
+        "1 submitted an update, 1 declined, 1 submitted nothing in time, and 3 updates are needed; "
+        "reasons: a: none; no update from c" in fact.reason
     )
 
 

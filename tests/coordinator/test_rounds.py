@@ -174,7 +174,7 @@ def test_a_job_fails_with_reasons_when_its_attempts_are_used_up():
     fact = decide_event(state, 10.0, {"b"})
     assert isinstance(fact, JobEnded)
     assert fact.status == "failed"
-    for part in ("a: too big", "no answer: b", "fedquilt resume"):
+    for part in ("a: too big", "no update from b", "fedquilt resume"):
         assert part in fact.reason
 
 
@@ -201,7 +201,8 @@ def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked():
     )
     assert said(state, set("abcd")).startswith(
         "round 1 selected 5 devices in 2 attempts: 1 submitted an update, 1 declined, 1 submitted an invalid update, "
-        "1 had no task, 1 did not answer, and 3 updates are needed; reasons: b: too big; c: NaN; d: ; no answer: e.\n"
+        "1 had no task, 1 submitted nothing in time, and 3 updates are needed; reasons: b: too big; c: NaN; d: ; "
+        "no update from e.\n"
         "Fix: check"
     )
 

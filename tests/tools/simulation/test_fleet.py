@@ -97,7 +97,7 @@ def test_without_the_quorum_the_deadline_ends_the_job_after_its_attempts(fleet: 
         fleet={"boards": [FAST, SLOW, FAST], "policy": "max"},
     )
     assert ended.status == "failed"
-    assert "no answer: dev-1" in ended.reason
+    assert "no update from dev-1" in ended.reason
 
 
 def test_over_selected_devices_that_are_slow_are_sent_home(fleet: Fleet) -> None:
