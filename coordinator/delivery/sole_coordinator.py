@@ -1,10 +1,9 @@
 """Detection of a second coordinator of the same fleet on one broker.
 
 A coordinator that starts publishes an offline state in coord/state, and a running coordinator of the fleet replies
-with its state. Replies of the same home do not count, and a killed coordinator does not reply. So restarts and
-take-overs are never refused. A running coordinator also replies to the last will of another one, so that the retained
-state is that of a running coordinator. Two coordinators with the same certificate are not detected, because the broker
-disconnects the first of two clients with the same name.
+with its state. The same home and a killed coordinator do not reply, so that restarts and take-overs are never refused.
+A running coordinator also replies to the last will of another one, so that the retained state is that of a running one.
+Two coordinators with one certificate are not detected: the broker disconnects the first of two clients with one name.
 """
 
 from __future__ import annotations
