@@ -189,7 +189,6 @@ class JobSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     input: dict[str, Any] = msgspec.field(default_factory=dict)
     labels: tuple[str, ...] = ()
     donors: tuple[dict[str, Any], ...] = ()
-    int8: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.artefacts.quantization
 
 
 def load_job(path: Path) -> JobSettings:
@@ -425,7 +424,7 @@ def make_paths_absolute(table: Mapping[str, Any], folder: Path) -> dict[str, Any
         }
 
     result = dict(table)
-    for key in ("data", "test", "model", "int8", "donors", "schedule"):
+    for key in ("data", "test", "model", "donors", "schedule"):
         if key in result:
             result[key] = anchor_paths(result[key])
     return result

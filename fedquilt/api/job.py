@@ -134,7 +134,6 @@ class Job:
     input: Mapping[str, Any] = field(default_factory=dict)
     labels: Sequence[str] = ()
     donors: Sequence[Mapping[str, Any]] = ()
-    int8: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         table = {field_.name: _to_plain(getattr(self, field_.name)) for field_ in dataclasses.fields(self)}

@@ -99,7 +99,7 @@ def init(bundle: Bundle, params: SearchParams, seed: int) -> SearchState:
     """
     settings = resolve_settings(params)
     pool = stitched_network.load_donor_pool(bundle.meta)
-    required_files = [name for block in pool.blocks.values() for name in (*block.files, *block.scoring_variant.files)]
+    required_files = [name for block in pool.blocks.values() for name in block.files]
     missing = [name for name in required_files if name not in bundle.files]
     if missing:
         raise ModelError(f"the bundle has no {', '.join(missing[:3])}: run `fedquilt prepare` again")

@@ -44,7 +44,6 @@ class Block:
     weight_bytes: int
     resident_bytes: int  # weights of its largest graph
     activation_bytes: int
-    int8: str | None = None  # graph of 8-bit weights and maps, for output scores only, or None without an accepted one
 
     @property
     def id(self) -> str:
@@ -53,10 +52,6 @@ class Block:
     @property
     def files(self) -> tuple[str, ...]:
         return (*itertools.chain.from_iterable(self.stages), *self.data)
-
-    @property
-    def scoring_variant(self) -> Block:
-        return self if self.int8 is None else replace(self, stages=((self.int8,),), data=())
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ PACKS: Final[dict[str, tuple[str, ...]]] = {  # pack -> its folders and files, w
         "fedquilt/methods/afl.py",
         "fedquilt/methods/fedstitch.py",
         "tools/artefacts/dry_run_donors.py",
-        "tools/artefacts/quantization.py",
         "tools/experiments/baselines.py",
     ),
     "submodels": (

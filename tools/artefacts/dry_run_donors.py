@@ -91,15 +91,14 @@ def _require_donors_run(pool: DonorPool, x: np.ndarray, run: Callable[[str, np.n
             description = f"donor {name!r}: block {block.id}"
             if maps.shape[1:] != block.in_shape:
                 raise ModelError(f"{description} reads the shape {block.in_shape}, but would get {maps.shape[1:]}")
-            for variant in dict.fromkeys((block.scoring_variant, block)):  # the full-precision output goes on
-                try:
-                    output = stitched_network.run_block(variant, run, maps)
-                except ModelError as error:
-                    raise ModelError(f"{description} does not run on {len(x)} examples: {error}") from None
-                if output.shape != (len(x), *block.out_shape):
-                    raise ModelError(f"{description} outputs the shape {output.shape[1:]}, not {block.out_shape}")
-                if not np.isfinite(output).all():
-                    raise ModelError(f"{description} outputs numbers that are not finite: check the donor's weights")
+            try:
+                output = stitched_network.run_block(block, run, maps)
+            except ModelError as error:
+                raise ModelError(f"{description} does not run on {len(x)} examples: {error}") from None
+            if output.shape != (len(x), *block.out_shape):
+                raise ModelError(f"{description} outputs the shape {output.shape[1:]}, not {block.out_shape}")
+            if not np.isfinite(output).all():
+                raise ModelError(f"{description} outputs numbers that are not finite: check the donor's weights")
             maps = output
 
 

@@ -192,13 +192,12 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, print_line: Callable[[str]
     From `[input]`, `labels` and `[[donors]]`: files "<block>.onnx" and "<block>.data", and metadata "input", "labels",
     "donors" and "blocks" (read by `fedquilt.models.stitching.stitched_network.load_donor_pool`). A block's id is
     "<donor>.<index>". From `[data]`: metadata "reading" (`fedquilt.data.reading_settings`).
-    From `[int8]`: files "<block>.int8.onnx" of the blocks that `fedquilt.tools.artefacts.quantization` accepts.
     """
     meta: dict[str, Any] = {}
     files: dict[str, bytes] = {}
     network = bool(job.get("model"))
     start_part = progress.count_parts(
-        network + (network and bool(job.get("schedule"))) + len(job.get("donors") or ()) + bool(job.get("int8")) + 1
+        network + (network and bool(job.get("schedule"))) + len(job.get("donors") or ()) + 1
     )
     if not job.get("model") and not job.get("donors"):
         raise JobError("the job has neither [model] nor [[donors]] to prepare: add one of them")
@@ -216,11 +215,6 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, print_line: Callable[[str]
         print_line(f"for [data] of each device's agent.toml:\n  {line}")
     if job.get("data"):
         meta["reading"] = reading_settings.reading_settings(DataSpec.parse(job["data"]))
-    trial = None
-    if job.get("int8"):
-        from fedquilt.tools.artefacts import quantization  # onnxruntime
-
-        trial = quantization.make_trial(job)
     if job.get("model"):
         start_part("the network")
         metadata, parts = _prepare_model(job["model"], input_spec)
@@ -240,11 +234,6 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, print_line: Callable[[str]
             meta["schedule"] = frozen_part.make_schedule(job["schedule"], metadata["network"], model, print_line)
     if job.get("donors"):
         meta |= _prepare_donors(job, input_spec, files, print_line, start_part)
-    if trial is not None:
-        start_part("blocks in 8 bits")
-        for name, graph in trial.quantize_blocks(out, meta, files, print_line).items():
-            meta["blocks"][name]["int8"] = f"{name}.int8.onnx"
-            files[f"{name}.int8.onnx"] = graph
     start_part("the files")
     return job_bundle.write_bundle(out, meta, files)
 

@@ -67,9 +67,8 @@ def score_pool(request: ScoreRequest, site: ClientContext) -> ClientResult:
     candidate reads in its donor, without a junction and without running the candidate. The output score fits a junction
     on other images than are scored (on the same images every wide block interpolates and scores 1) and compares the
     candidate's output with its output in the donor, or with the labels. In mode "hybrid" all blocks get the input
-    score, and the best few also the output score. A candidate may run in 8 bits for its output score
-    (`Block.scoring_variant`). Blocks whose output was scored on all images have level 1, all others level 0. Metric
-    "doubtful" counts scores that are 0 because one of the compared arrays does not vary.
+    score, and the best few also the output score. Blocks whose output was scored on all images have level 1, all
+    others level 0. Metric "doubtful" counts scores that are 0 because one of the compared arrays does not vary.
     """
     scorer = _BlockScorer(request, site)
     scores_by_block, level = scorer.score_candidate_inputs(), np.zeros(len(request.pool), np.int64)
@@ -162,11 +161,11 @@ class _BlockScorer:
         outputs = self._runner.shelf.make_stack((self.count, *block.out_shape))
         early_count = self._request.early if self._request.early < self.count and not self._by_labels else 0
         if early_count:
-            self._runner.run_block(block.scoring_variant, source, 0, early_count, outputs)
+            self._runner.run_block(block, source, 0, early_count, outputs)
             early = self._score_first_outputs(block, outputs, early_count)
             if early.value < floor:
                 return early, None
-        self._runner.run_block(block.scoring_variant, source, early_count, self.count, outputs)
+        self._runner.run_block(block, source, early_count, self.count, outputs)
         full = self._score_first_outputs(block, outputs, self.count)
         return (early if early_count else full), full
 

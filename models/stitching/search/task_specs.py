@@ -163,12 +163,9 @@ def _task_spec(
 ) -> TaskSpec:
     bundles: dict[str, Tensors | BlobRef] = {}
     unused = _blocks_never_run(state) if state.phase == "score" else set()
-    scored = state.pool if state.phase == "score" and state.params.score_at != "input" else ()
     for block in request.blocks.values():
         if block.id not in unused:
             bundles |= {name: state.files[name] for name in block.files}
-        if block.id in scored:
-            bundles |= {name: state.files[name] for name in block.scoring_variant.files}
     for path in paths:
         bundles |= {name: state.junctions[name] for name in steps.path_junction_names(path) if name in state.junctions}
     return TaskSpec({"phase": state.phase, **msgspec.to_builtins(request)}, bundles, work)

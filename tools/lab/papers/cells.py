@@ -107,7 +107,7 @@ def make_bundles(jobs: Sequence[tuple[Mapping[str, Any], PretrainSettings | None
             table["model"] = {"seed": job["seed"], **table["model"]}
         if pretrain is not None:
             pretrain = msgspec.structs.replace(pretrain, data={"seed": job["seed"], **pretrain.data})
-        needs_data = table.get("int8") or table.get("input", {}).get("standardise")  # the bundle depends on the data
+        needs_data = table.get("input", {}).get("standardise")  # the bundle depends on the data
         bundle_inputs = [table.get(part) for part in (*NETWORK, *(["data"] if needs_data else []))]
         key: list[Any] = [bundle_inputs, msgspec.to_builtins(pretrain), job["seed"] if pretrain else 0]
         key += [
