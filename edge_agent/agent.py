@@ -329,7 +329,6 @@ class Agent:
             verify_bundles=verify_in_task,
             allowed_plugins=self.settings.plugins,
             max_inline_bytes=self._inline_bytes,
-            max_tensorrt_bytes=0 if self.settings.tensorrt is None else parse_size(self.settings.tensorrt),
         )
 
     def commit_result(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:

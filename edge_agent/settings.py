@@ -75,7 +75,6 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: str | None = None  # profile from `fedquilt board record` or a shipped one. None: by the kind of board
     budget: str | None = None  # maximum resident size of a task's process, or None for half of the board's memory
     cache: str = "2GB"  # maximum size of cached blobs and files of tasks, the least recently used deleted first
-    tensorrt: str | None = None  # disk space for TensorRT's engines of scored graphs, or None without TensorRT
     plugins: tuple[str, ...] | None = (
         None  # permitted plug-ins (packages and module:name), or None for all installed entry points
     )
@@ -138,7 +137,6 @@ def parse_settings(table: Mapping[str, Any]) -> AgentSettings:
     for key, size in (
         ("budget", settings.budget),
         ("cache", settings.cache),
-        ("tensorrt", settings.tensorrt),
     ):
         if size is not None:
             try:

@@ -220,7 +220,6 @@ def _kept(folder: Path) -> dict[str, Decoder]:
     kept = remote_settings.StoredSettings(serial=3, set=values, previous={"labels": ["a=b", "c"]})
     order = CheckRequest(
         model="m",
-        output_folder="o",
         current_model=None,
         budget_bytes=1,
         data={"path": "digits.npz"},

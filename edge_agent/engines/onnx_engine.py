@@ -108,9 +108,6 @@ class OnnxEngine:
     def runs_on(self) -> str:
         return self._providers.provider_name
 
-    def use_tensorrt(self, cache: Path, max_bytes: int) -> None:
-        self._providers.use_tensorrt(cache, max_bytes)
-
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
         loaded = self._load_graph(graph)
         plan = loaded.plan
@@ -204,9 +201,6 @@ class OnnxEngine:
     def input_type(self, graph: Path) -> np.dtype[Any]:
         return _input_type(self._load_graph(graph).session)
 
-    def input_name(self, graph: Path) -> str:
-        return str(self._load_graph(graph).session.get_inputs()[0].name)
-
     def memory_plan(self, graph: Path) -> MemoryPlan:
         return self._plan_memory(graph, execution_providers.check_graph(graph))
 
@@ -290,15 +284,9 @@ class OnnxEngine:
         if self._providers.uses_gpu and not loaded.plan.is_roomy:
             options = ort.RunOptions()
             options.add_run_config_entry(ARENA_SHRINKAGE, "gpu:0")
-        try:
-            session.run_with_iobinding(bound, options)
-            if output.type != FLOAT:
-                (y[...],) = bound.copy_outputs_to_cpu()
-        except Exception as error:
-            if not self._providers.disable_tensorrt_after(error):
-                raise
-            self.close()
-            self._run_batch(graph, x, y)
+        session.run_with_iobinding(bound, options)
+        if output.type != FLOAT:
+            (y[...],) = bound.copy_outputs_to_cpu()
 
 
 def _output_shape(loaded: LoadedGraph, x: np.ndarray) -> tuple[int, ...]:

@@ -3,18 +3,15 @@
     python -m fedquilt.edge_agent.releases.check_process PARENT
 
 The process reads `CheckRequest`s as JSON lines from stdin, like a task's process. The process may be killed at any
-moment. Its output is in the request's `output_folder` and counts once the agent has copied it from there.
+moment. A model that it assembles counts once the agent has copied it.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -29,7 +26,6 @@ from fedquilt.core import (
     Examples,
     FedquiltError,
     JobError,
-    MemoryBudgetError,
     ModelError,
     Task,
     Tensors,
@@ -44,8 +40,6 @@ from fedquilt.edge_agent.task import main as task_process
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.process import serve_requests
 from fedquilt.edge_agent.task.protocol import (
-    MAX_TENSORRT_BUILD_S,
-    TENSORRT_FILE,
     TIMING_ENDED,
     TIMING_STARTED,
     CheckRequest,
@@ -57,24 +51,13 @@ from fedquilt.edge_agent.task.protocol import (
 from fedquilt.formats import personal_models
 from fedquilt.host.disk import disk_errors
 from fedquilt.onnx import weights
-from fedquilt.onnx.graph_check import Shape, check_file, format_shape
+from fedquilt.onnx.graph_check import Shape, format_shape
 
 BATCH_EXAMPLES: Final = 64  # examples prepared at once: limits the memory of their float32 copies
 WARM_UP_RUNS: Final = 3  # untimed answers at the beginning
 MIN_TIMED_RUNS, MAX_TIMED_RUNS = 5, 100_000  # timed answers
 TIMED_EXAMPLES: Final = 8  # distinct examples, because the latency of a network with branches varies
-# Sizes that are tried for all axes without a declared size, the usual sides of images first.
-IMAGE_SIDES: Final = (224, 32, 28, 64, 96, 128, 160, 192, 256, 299, 320, 384, 416, 448, 480, 512, 640)
-GUESSED_SIZES: Final = (*IMAGE_SIDES, 48, 16, 8, 4, 1)
-CHANNELS: Final = (3, 1)
-MAX_VECTOR_SIZE: Final = 4096  # largest size that is tried for the only axis of an example
-MAX_GUESSED_NUMBERS: Final = 1 << 22  # maximum number of values of a guessed example
 ROUNDING_TOLERANCE: Final = 0.05  # tolerated rounding of a score within a batch, as a fraction of the range of scores
-TENSORRT_BATCH: Final = 16  # largest batch of a TensorRT engine
-LINKED_PROGRAM: Final = (  # replaced by exec with a program that ends with this process
-    "import os, sys; from fedquilt.edge_agent.task.process import exit_with_parent; "
-    "exit_with_parent(int(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
-)
 
 SendEvent = Callable[[Event], None]
 
@@ -125,7 +108,7 @@ def run_check(
             _require_matching_data(model, held_out, request)
             notes += _add_class_priors(model, splits, request)
             metrics |= _measure_accuracy(model, held_out, notes)
-        timed_examples = _choose_examples(model, held_out, request.input_shape, notes)
+        timed_examples = _choose_examples(model, held_out, request.input_shape)
         first_example = timed_examples[:1]
         send_event(ProgressReport(TIMING_STARTED))
         metrics["latency_s"], count = _measure_latency(model, timed_examples, request.timing_s)
@@ -144,8 +127,6 @@ def run_check(
             accuracy_before = _measure_current_model(engine, request, Path(request.current_model), load, notes)
             metrics |= {} if accuracy_before is None else {"accuracy_before": accuracy_before}
         engine.close()
-        if request.trtexec is not None:
-            notes += _build_tensorrt_engine(request, model, first_example)
         return WorkResult(
             metrics=metrics,
             note=shorten_error("; ".join(notes)),
@@ -240,48 +221,24 @@ def _measure_current_model(
     return accuracy.get("accuracy")
 
 
-def _choose_examples(
-    model: LoadedModel, held_out: Examples | None, shape: tuple[int, ...] | None, notes: list[str]
-) -> np.ndarray:
+def _choose_examples(model: LoadedModel, held_out: Examples | None, shape: tuple[int, ...] | None) -> np.ndarray:
     if held_out is not None:
         return model.metadata.prepare_inputs(held_out.x[:TIMED_EXAMPLES])
-    failure = ""
-    for guess in [shape] if shape is not None else _guess_shapes(model.shape):
-        if shape is None and math.prod(guess) > MAX_GUESSED_NUMBERS:
-            continue
-        example = _random_example(guess, model.engine.input_type(model.path))
-        if shape is not None or guess == model.shape:
-            return example
-        try:
-            model.engine.run(model.path, example)
-        except (ModelError, MemoryBudgetError) as error:
-            failure = failure or f" ({guess}: {error})"
-            continue
-        notes.append(f"the model was timed with the guessed shape {guess}, because its graph declares none")
-        return example
-    raise ModelError(
-        f"model takes examples of shape {format_shape(model.shape)} and ran with no guessed shape{failure}: roll it "
-        "out with --input-shape, such as --input-shape 3,224,224"
-    )
+    if shape is None and model.shape is not None:
+        sizes = tuple(size for size in model.shape if size is not None)
+        shape = sizes if len(sizes) == len(model.shape) else None
+    if shape is None:
+        raise ModelError(
+            f"model takes examples of shape {format_shape(model.shape)}, and this device has no [data]: roll it out "
+            "with --input-shape, such as --input-shape 3,224,224"
+        )
+    return _random_example(shape, model.engine.input_type(model.path))
 
 
 def _random_example(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     rng = np.random.default_rng(0)
     example = rng.random((1, *shape), np.float32) if dtype.kind == "f" else rng.integers(0, 2, (1, *shape))
     return example.astype(dtype)
-
-
-def _guess_shapes(shape: Shape) -> Iterator[tuple[int, ...]]:
-    if shape is None or None not in shape:
-        yield from [] if shape is None else [tuple(size or 0 for size in shape)]
-        return
-    vector = range(1, MAX_VECTOR_SIZE + 1) if len(shape) == 1 else ()
-    for side in (*GUESSED_SIZES, *vector):
-        guess = tuple(side if size is None else size for size in shape)
-        if len(shape) == 3 and shape[0] is None:  # an image has its channels in the first or last axis
-            yield from ((channels, *guess[1:]) for channels in CHANNELS)
-            yield from ((*guess[:2], channels) for channels in CHANNELS if shape[2] is None)
-        yield guess
 
 
 def _measure_latency(model: LoadedModel, examples: np.ndarray, timing_s: float) -> tuple[float, int]:
@@ -324,50 +281,6 @@ def _require_independent_answers(model: LoadedModel, example: np.ndarray, held_o
             "model output for one example depends on the other examples of a batch: export the model in evaluation "
             "mode and without operations over the first axis, or with a first axis of 1"
         )
-
-
-# -- TensorRT -------------------------------------------------------------------------------------
-
-
-def _build_tensorrt_engine(request: CheckRequest, model: LoadedModel, example: np.ndarray) -> list[str]:
-    """Build an engine with trtexec into the output folder. Return a note if that fails, or []."""
-    assert request.trtexec is not None
-    part = Path(request.output_folder) / f"{TENSORRT_FILE}.part"
-    command = [
-        sys.executable,
-        "-c",
-        LINKED_PROGRAM,
-        str(os.getpid()),
-        request.trtexec,
-        f"--onnx={model.path}",
-        f"--saveEngine={part}",
-    ]
-    name, shape = model.engine.input_name(model.path), "x".join(map(str, example.shape[1:]))
-    declared = check_file(model.path).inputs[0].shape
-    if not declared or None in declared:  # trtexec rejects shapes for a graph with static axes only
-        max_batch = 1 if declared and declared[0] == 1 else TENSORRT_BATCH
-        sizes = (("min", 1), ("opt", 1), ("max", max_batch))
-        command += [f"--{bound}Shapes={name}:{size}x{shape}" for bound, size in sizes]
-    try:
-        process = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=MAX_TENSORRT_BUILD_S,
-        )
-        if process.returncode:
-            lines = process.stdout.decode(errors="replace").strip().splitlines()
-            last_line = shorten_error(lines[-1]) if lines else "no output"
-            return [f"no TensorRT engine: trtexec ended with exit code {process.returncode}: {last_line}"]
-        os.replace(part, part.with_name(TENSORRT_FILE))
-    except subprocess.TimeoutExpired:
-        return [f"no TensorRT engine: trtexec was stopped after {MAX_TENSORRT_BUILD_S:g} s"]
-    except OSError as error:
-        return [f"no TensorRT engine: {error.strerror}"]
-    finally:
-        part.unlink(missing_ok=True)
-    return []
 
 
 # -- the process ----------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
     <home>/models/<first 16 of its sha256>/model.onnx     and release.json, the release's manifest
     <home>/models/<first 16 of its sha256>/shared.safetensors   shared parts, if model.onnx is assembled here
     <home>/models/current, previous                       links to such folders, "none" without a previous model
-
-    <home>/models/<first 16 of its sha256>/model.engine   TensorRT's engine, where trtexec is installed
     <home>/check/                                         private folders of the check's process
 
 If devices have private parts of a network (`fedquilt.formats.personal_models`), the blob contains only the shared
@@ -19,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import re
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,8 +37,6 @@ from fedquilt.edge_agent.runner_status import RunnerStatus, RunnerStatusReader
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task import sandbox
 from fedquilt.edge_agent.task.protocol import (
-    MAX_TENSORRT_BUILD_S,
-    TENSORRT_FILE,
     TIMING_ENDED,
     TIMING_STARTED,
     CheckRequest,
@@ -56,7 +51,7 @@ from fedquilt.wire import DesiredRelease
 
 MODEL, SHARED, RELEASE = "model.onnx", "shared.safetensors", "release.json"
 CURRENT, PREVIOUS, NOTHING = "current", "previous", "none"
-CHECK_S: Final = 900.0  # time limit of a check, without building a TensorRT engine
+CHECK_S: Final = 900.0  # time limit of a check
 METERED_TIMING_S: Final = 3.0  # duration of the timed runs if a meter measures their energy, else TIMING_S
 TIMING_S: Final = 1.0
 # A model is unhealthy above both limits of the runner's failures, because malformed requests fail with any model:
@@ -217,8 +212,7 @@ class ModelReleases(ReleaseKind):
                 f"model checks need ONNX Runtime, which is not installed: {extras.installation_command('onnx')}"
             )
         now_s = self._clock()
-        build_s = MAX_TENSORRT_BUILD_S if _find_trtexec() else 0.0
-        self._check = release, now_s + CHECK_S + build_s
+        self._check = release, now_s + CHECK_S
         assert release.blob is not None
         current = self._disk.read_link(self.folder / CURRENT)
         self._energy = self._inference_j = None
@@ -228,7 +222,6 @@ class ModelReleases(ReleaseKind):
         split_model = self._parts_of_model(model.parent)
         request = CheckRequest(
             model=str(model if split_model is None else self._out / MODEL),
-            output_folder=str(self._out),
             current_model=None
             if current is None or not self._blob_sha256(current)
             else str(self.folder / current / MODEL),
@@ -236,7 +229,6 @@ class ModelReleases(ReleaseKind):
             data=self._settings.data,
             allowed_plugins=self._settings.plugins,
             timing_s=METERED_TIMING_S if _has_meter(self._board, now_s) else TIMING_S,
-            trtexec=_find_trtexec(),
             split_model=split_model,
             input_shape=release.input_shape,
         )
@@ -269,32 +261,29 @@ class ModelReleases(ReleaseKind):
                 case WorkResult():
                     self._end_check()  # also kills its child processes, so that its folders no longer change
                     verdict = judge_check(release.limits, event, self._inference_j)
-                    return verdict if verdict.refusal_reason else self._store_check_output(release, verdict)
+                    return verdict if verdict.refusal_reason else self._store_assembled_model(release, verdict)
         if now_s > end_s:
             self._end_check()
             return CheckResult("check exceeded its time limit and was stopped", {})
         return None
 
-    def _store_check_output(self, release: DesiredRelease, verdict: CheckResult) -> CheckResult:
-        """Copy the check's files into the model's folder. Return `verdict`, or a refusal if one is unusable."""
+    def _store_assembled_model(self, release: DesiredRelease, verdict: CheckResult) -> CheckResult:
+        """Copy a model that the check has assembled from parts. Return `verdict`, or a refusal if it is unusable."""
         assert release.blob is not None
         folder, disk = self.folder / release.blob.sha256[:16], self._disk
-        output_names = [MODEL] if disk.is_file(folder / SHARED) else []
-        if disk.is_file(self._out / TENSORRT_FILE):
-            output_names.append(TENSORRT_FILE)
+        if not disk.is_file(folder / SHARED):
+            return verdict
+        part = folder / f"{MODEL}.part"
         try:
-            for name in output_names:
-                part = folder / f"{name}.part"
-                with disk_errors(f"copy {self._out / name} into {folder}", "free some space"):
-                    disk.remove(part)
-                    disk.copy_untrusted(self._out / name, part, self._budget_bytes())  # no model exceeds the memory
-                    if self._is_shared_folder:
-                        disk.set_mode(part, 0o640)
-                    disk.sync(part)
-                    if name == MODEL:
-                        self._check_graph(part)
-                    disk.replace(part, folder / name)
-                    disk.sync(folder)
+            with disk_errors(f"copy {self._out / MODEL} into {folder}", "free some space"):
+                disk.remove(part)
+                disk.copy_untrusted(self._out / MODEL, part, self._budget_bytes())  # no model exceeds the memory
+                if self._is_shared_folder:
+                    disk.set_mode(part, 0o640)
+                disk.sync(part)
+                self._check_graph(part)
+                disk.replace(part, folder / MODEL)
+                disk.sync(folder)
         except (ModelError, StoreError) as error:
             return CheckResult(f"output of the check cannot be used: {error}", {})
         self._forget_hashes(folder.name)
@@ -412,10 +401,6 @@ class ModelReleases(ReleaseKind):
 
 def models_folder(settings: AgentSettings) -> Path:
     return Path(settings.models.folder or Path(settings.home) / "models").absolute()
-
-
-def _find_trtexec() -> str | None:
-    return shutil.which("trtexec")
 
 
 def _has_meter(board: Device, now_s: float) -> bool:

@@ -106,8 +106,6 @@ def run_task(
         engine = executor.load_engine(request.task.engine, plan_limit_bytes(request))
         if hasattr(engine, "planned_bytes"):
             engine.planned_bytes = None  # files of an earlier task
-        if hasattr(engine, "use_tensorrt"):
-            engine.use_tensorrt(Path(request.cache_folder), request.max_tensorrt_bytes)
         if own_process and memory_budget.reset_peak(os.getpid()):
             base = memory_budget.resident_bytes(os.getpid())
             gpu = getattr(engine, "gpu", None)

@@ -36,7 +36,6 @@ class WorkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_plugins: tuple[str, ...] | None = (
         None  # plug-in packages permitted on this board: `fedquilt.plugins.restrict_plugins`
     )
-    max_tensorrt_bytes: int = 0  # maximum size of TensorRT's engines in `cache_folder`, or 0 without TensorRT
 
     @property
     def engine(self) -> str:
@@ -81,8 +80,6 @@ Event = DataLoaded | ProgressReport | WorkResult
 
 TIMING_STARTED: Final = 0.5  # progress of a check at which the timed runs of the model begin
 TIMING_ENDED: Final = 0.75  # progress at which the timed runs have ended; `WorkResult.examples` is their number
-TENSORRT_FILE: Final = "model.engine"  # file in `CheckRequest.output_folder`
-MAX_TENSORRT_BUILD_S: Final = 1200.0  # time limit for building a TensorRT engine
 
 
 class SplitModelFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,8 +93,7 @@ class SplitModelFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    model: str  # model file, which is in `output_folder` if assembled from parts
-    output_folder: str  # output folder for an assembled model and a TensorRT engine
+    model: str  # model file, which the check first writes if it is assembled from parts
     current_model: str | None  # file of the model in use, or None
     budget_bytes: int
     data: dict[str, Any]  # fedquilt.data.spec.DataSpec, or {} if this device has no data
@@ -105,7 +101,6 @@ class CheckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         None  # plug-in packages permitted on this board: `fedquilt.plugins.restrict_plugins`
     )
     timing_s: float = 1.0  # duration of consecutive runs, of which the median is the latency
-    trtexec: str | None = None  # program that builds a TensorRT engine, or None
     split_model: SplitModelFiles | None = (
         None  # files from which the model is assembled first, or None for a complete model
     )

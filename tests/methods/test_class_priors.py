@@ -229,7 +229,6 @@ def test_a_model_on_a_board_adds_the_boards_own_class_priors(tmp_path):
         train, held = examples.load_share(DataSpec(**data))
         order = CheckRequest(
             model=str(model),
-            output_folder=str(tmp_path),
             current_model=None,
             budget_bytes=fitting_budget_bytes(),
             data=data,

@@ -67,9 +67,7 @@ class Place:
 
     def checked(self, parted: SplitModelFiles, **changes: Any) -> WorkResult:
         given = {"budget_bytes": fitting_budget_bytes(), "data": board_data(), "timing_s": 0.01, **changes}
-        order = CheckRequest(
-            model=str(self.model), output_folder=str(self.folder), current_model=None, split_model=parted, **given
-        )
+        order = CheckRequest(model=str(self.model), current_model=None, split_model=parted, **given)
         return check_process.run_check(order)
 
 
@@ -205,7 +203,7 @@ def test_the_check_is_told_where_the_parts_of_that_run_are(tmp_path: Path, sent:
     (order,) = agent.checks.requests
     shared = agent.place / "shared.safetensors"
     assert order.split_model == SplitModelFiles(str(shared), "d", str(tmp_path / "private"), "5" * 64, "")
-    assert (order.model, order.output_folder) == (str(agent.out / "model.onnx"), str(agent.out))
+    assert order.model == str(agent.out / "model.onnx")
     assert agent.asked == [JOB]
     assert shared.read_bytes() == sent
     assert not (agent.place / "model.onnx").exists()

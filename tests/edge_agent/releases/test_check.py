@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ def laid(tmp_path: Path) -> Laid:
 
 def order(model: str, before: str | None = None, **changes: object) -> CheckRequest:
     given = {"budget_bytes": fitting_budget_bytes(), "data": board_data(), "timing_s": 0.01, **changes}
-    return CheckRequest(model=model, output_folder=str(Path(model).parent), current_model=before, **given)
+    return CheckRequest(model=model, current_model=before, **given)
 
 
 def test_it_measures_accuracy_of_both_latency_and_memory(laid: Laid) -> None:
@@ -136,30 +135,6 @@ def identity(*dims: int) -> Callable[[str], list[Any]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("made", "guess"),
-    [
-        (lambda: made_graphs.product(["n", None]), (6,)),  # a vector of the only size that the weights take
-        (lambda: made_graphs.product([-1, 3, -1, -1], nodes=made_graphs.pooled, size=3), (3, 224, 224)),
-        (lambda: made_graphs.product([-1, -1, -1, -1], nodes=made_graphs.pooled, size=1), (1, 224, 224)),
-        (lambda: made_graphs.product(["n", "h", "w", "c"], nodes=identity(-1, 32 * 32 * 3), size=3072), (3, 32, 32)),
-        (lambda: made_graphs.product(["n", 9, None], nodes=identity(-1, 9 * 16), size=144), (9, 16)),
-        (lambda: made_graphs.product(["n", "t"], kind=made_graphs.INT64, size=299), (299,)),  # tokens
-        (
-            lambda: made_graphs.product(["n", *"abcd"], nodes=identity(-1, 8**4), size=8**4),
-            (8, 8, 8, 8),
-        ),  # not 224^4
-    ],
-)
-def test_a_graph_without_sizes_is_run_on_a_shape_that_it_takes(
-    laid: Laid, made: Callable[[], Any], guess: tuple[int, ...]
-) -> None:
-    found = check_process.run_check(order(laid("new", made().SerializeToString()), data={}))
-    assert (found.code, found.reason) == ("ok", "")
-    assert found.metrics["latency_s"] > 0
-    assert f"the model was timed with the guessed shape {guess}" in found.note
-
-
 def test_the_shape_of_the_release_is_the_one_that_is_run(laid: Laid) -> None:
     model = laid("new", made_graphs.product(["n", "a", "b"], nodes=identity(-1, 5 * 7), size=35).SerializeToString())
     found = check_process.run_check(order(model, data={}, input_shape=(5, 7)))
@@ -171,7 +146,6 @@ def test_the_shape_of_the_release_is_the_one_that_is_run(laid: Laid) -> None:
 
 @pytest.mark.parametrize("shape", [["n", "a", "b"], None])
 def test_a_model_that_was_not_run_is_refused(laid: Laid, shape: list[str] | None) -> None:
-    """5 x 7 is no shape that anybody guesses, and of an unknown number of axes none is guessed."""
     model = laid("new", made_graphs.product(shape, nodes=identity(-1, 5 * 7), size=35).SerializeToString())
     found = check_process.run_check(order(model, data={}))
     assert (found.code, found.metrics) == ("model", {})
@@ -287,46 +261,3 @@ def test_limits_on_what_cannot_be_measured_are_told_and_do_not_refuse() -> None:
     assert note == (
         "energy was not measured: this device has no meter; accuracy was not compared: this device had no model before"
     )
-
-
-# -- TensorRT -------------------------------------------------------------------------------------
-
-
-def trtexec(folder: Path, body: str) -> str:
-    """A program in place of NVIDIA's."""
-    path = folder / "trtexec"
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return str(path)
-
-
-def test_an_engine_is_built_beside_the_model(laid: Laid, tmp_path: Path) -> None:
-    body = 'for a in "$@"; do case $a in --saveEngine=*) echo "$@" > "${a#--saveEngine=}";; esac; done'
-    model = laid("new", network())
-    found = check_process.run_check(order(model, trtexec=trtexec(tmp_path, body)))
-    assert (found.code, found.note) == ("ok", "")
-    built = Path(model).with_name("model.engine").read_text()
-    assert f"--onnx={model}" in built
-    assert "--minShapes=x:1x1x8x8 --optShapes=x:1x1x8x8 --maxShapes=x:16x1x8x8" in built
-    assert sorted(path.name for path in Path(model).parent.iterdir()) == ["model.engine", "model.onnx"]
-    alone = laid("alone", network(count=1))  # as a cascade
-    assert check_process.run_check(order(alone, trtexec=trtexec(tmp_path, body))).code == "ok"
-    assert "Shapes" not in Path(alone).with_name("model.engine").read_text()
-
-
-@pytest.mark.parametrize(
-    ("body", "limit_s", "note"),
-    [
-        ("echo no device; exit 3", 60.0, "no TensorRT engine: trtexec ended with exit code 3: no device"),
-        ("exec sleep 1000", 0.2, "no TensorRT engine: trtexec was stopped after 0.2 s"),
-        ("exit 0", 60.0, "no TensorRT engine: No such file or directory"),
-    ],
-)
-def test_a_failure_of_tensorrt_is_told_and_harmless(
-    laid: Laid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, limit_s: float, note: str
-) -> None:
-    monkeypatch.setattr(check_process, "MAX_TENSORRT_BUILD_S", limit_s)
-    model = laid("new", network())
-    found = check_process.run_check(order(model, trtexec=trtexec(tmp_path, body)))
-    assert (found.code, found.note) == ("ok", note)
-    assert [path.name for path in Path(model).parent.iterdir()] == ["model.onnx"]

@@ -186,9 +186,7 @@ def test_every_consumer_reads_the_same_tensor(name: str, tmp_path: Path) -> None
     assert np.ptp(trained_on) > 0
 
     own = {"path": data["path"], "held": 0.0, **({"y": data["y"]} if case.table else {})}
-    order = CheckRequest(
-        model=str(model), current_model=None, budget_bytes=10**9, data=own, output_folder=str(tmp_path / "out")
-    )
+    order = CheckRequest(model=str(model), current_model=None, budget_bytes=10**9, data=own)
     checked = check_process._choose_evaluated(check_process._load_examples(order, about, examples.load_share))
     assert checked is not None
     np.testing.assert_array_equal(about.prepare_inputs(checked.x), trained_on)

@@ -397,14 +397,12 @@ def list_onnx_runs(graph: Path, folder: Path) -> dict[str, Callable[[], DeviceRu
     import onnxruntime as ort
 
     from fedquilt.edge_agent.engines import execution_providers as onnx_session
-    from fedquilt.edge_agent.engines.execution_providers import NAMES, TENSORRT, ExecutionProviders
+    from fedquilt.edge_agent.engines.execution_providers import CUDA, ExecutionProviders
 
     x = np.random.default_rng(0).standard_normal((4, CHANNELS, PIXELS, PIXELS), np.float32)
 
     def run(name: str) -> DeviceRun:
         providers = ExecutionProviders([name], 1 << 30)
-        if name == TENSORRT:
-            providers.use_tensorrt(folder, 1 << 30)
         options = ort.SessionOptions()
         options.enable_profiling, options.profile_file_prefix = True, str(folder / name)
         options.log_severity_level = 4
@@ -415,7 +413,7 @@ def list_onnx_runs(graph: Path, folder: Path) -> dict[str, Callable[[], DeviceRu
         reason = "" if name in node_providers else providers.note or "it ran none of the graph's nodes"
         return output, f"{node_providers.count(name)} of {len(node_providers)}", reason
 
-    names = (*onnx_session.CPU, *NAMES)
+    names = (*onnx_session.CPU, CUDA)
     return {name: partial(run, name) for name in names if name in ort.get_available_providers()}
 
 
