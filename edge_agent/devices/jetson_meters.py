@@ -32,8 +32,6 @@ MIN_W: Final = 0.1  # minimum of a board that runs Linux
 MAX_W: Final = 500.0  # maximum supply of these boards
 SLACK: Final = 1.15  # parts may exceed the total by this factor, because rails are read one after another
 SLACK_W: Final = 0.5
-MIN_CHANGE_W: Final = 1.0  # change of the parts after which an unchanged total counts as stuck
-WINDOW: Final = 50
 
 
 @dataclass(frozen=True)
@@ -111,23 +109,6 @@ def total_power(roles: RailRoles | None, watts: Mapping[str, float | None]) -> R
     return RailSum(total_w)
 
 
-class StuckRailCheck:
-    def __init__(self) -> None:
-        self._readings: list[tuple[float, float]] = []  # (total, sum of its parts)
-
-    def check_reading(self, total_w: float, parts_w: float) -> str | None:
-        """Record a total and the sum of its parts. Return a sentence if only the parts change, or None."""
-        if self._readings and total_w != self._readings[-1][0]:
-            self._readings.clear()
-        self._readings = [*self._readings[1 - WINDOW :], (total_w, parts_w)]
-        change_w = max(parts_sum_w for _, parts_sum_w in self._readings) - min(
-            parts_sum_w for _, parts_sum_w in self._readings
-        )
-        if len(self._readings) < WINDOW or change_w < MIN_CHANGE_W:
-            return None
-        return f"the total is stuck at {total_w:.2f} W while its parts changed by {change_w:.2f} W"
-
-
 log = logging.getLogger("fedquilt.devices")
 
 VIN: Final = "VIN"  # the board's input, where an INA238 measures it
@@ -165,7 +146,6 @@ class Ina3221:
         labels = [rail.label for rail in self.rails]
         self.roles = find_roles(sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible"), labels)
         self.fault: str | None = None
-        self._stuck = StuckRailCheck()
         total_rails = () if self.roles is None else self.roles.total_rails
         chip = "ina238" if total_rails == (VIN,) else "ina3221"
         self._source = f"{chip} {'sum of ' if len(total_rails) > 1 else ''}{', '.join(total_rails)}"
@@ -178,10 +158,6 @@ class Ina3221:
             if power_w is not None and power_w >= -OFFSET_W
         }
         total_w, fault = total_power(self.roles, powers_w)
-        if total_w is not None and self.roles is not None:
-            part_rails = [label for label in self.roles.containing_rails if label in rails_w]
-            fault = self._stuck.check_reading(total_w, sum(rails_w[label] for label in part_rails))
-            total_w = None if fault else total_w
         if fault is not None and fault != self.fault:
             log.warning("power of this board is unknown: %s", fault)
         self.fault = fault

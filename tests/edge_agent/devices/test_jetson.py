@@ -226,25 +226,6 @@ def test_a_total_that_cannot_be_right_is_unknown_and_the_reason_is_told(
     assert re.search(fault, str(meter.fault))
 
 
-def test_a_total_that_stands_still_while_its_parts_move_is_stuck(tmp_path: Path):
-    """VDD_IN 6.00 W for 50 readings, its parts between 2.5 and 4.5 W: unknown from then on, until it moves."""
-    write_fake_board(tmp_path, "jetson-orin-nx", 6)
-    meter = Ina3221(tmp_path)
-    for count in range(60):
-        (tmp_path / ORIN / "curr2_input").write_text(f"{200 + 400 * (count % 2)}\n")
-        power = meter.read(float(count))
-        assert (power.total_w is None) == (count >= 49), count
-    assert "is stuck" in str(meter.fault)
-    (tmp_path / ORIN / "curr1_input").write_text("1208\n")
-    assert meter.read(60.0).total_w == pytest.approx(6.04)
-
-
-def test_a_quiet_board_is_not_called_stuck(tmp_path: Path):
-    write_fake_board(tmp_path, "jetson-orin-nx", 6)
-    meter = Ina3221(tmp_path)
-    assert all(meter.read(float(count)).total_w == pytest.approx(6.0) for count in range(200))
-
-
 def test_what_a_usb_c_supply_has_agreed_to_is_no_power(tmp_path: Path):
     """UCSI tells the volts and amperes of the contract, 20 V times 3 A here, not what the board draws."""
     write_fake_board(tmp_path, "jetson-orin-nx", 6)
