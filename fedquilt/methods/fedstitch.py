@@ -24,7 +24,6 @@ Deviations, where the paper's procedure cannot run or measures something else:
   junction, complete every path, so that a search that ends early returns a whole donor instead of a stem.
 - Picks, winners and finalists alternate among donors. By scores alone, a donor with one block left out would rank above
   every network stitched from several donors.
-- Outputs can also be scored by the labels at the end of the path (`criterion`).
 - A device is rewarded if its rank reaches the median of the devices in the same vote, which together keep their
   weight. The paper publishes no threshold. A fixed threshold rewards nearly all devices, so that only selection counts.
 - The result is a linear head over several taps: pooled maps at all depths of truncated donors and at the ends of
@@ -105,8 +104,6 @@ def init(bundle: Bundle, params: SearchParams, seed: int) -> SearchState:
         raise ModelError(f"the bundle has no {', '.join(missing[:3])}: run `fedquilt prepare` again")
     if settings.head == "aligned" and not any(donor.align for donor in pool.donors.values()):
         raise JobError("head = 'aligned', but no donor maps its classes to labels: set `align` of a donor")
-    if settings.criterion != "cka" and settings.score_at == "input":
-        raise JobError(f"criterion = '{settings.criterion}' scores outputs: set score_at = 'hybrid' or 'output'")
     candidates.require_usable_budgets(settings)
     state = steps.initial_state(settings, seed, pool, dict(bundle.files))
     candidates.require_networks_within_budget(state)

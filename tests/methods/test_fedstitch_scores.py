@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from joint_runs import SMALL
-from searches import play, played
+from searches import played
 
-from fedquilt.core import Aggregation, BlobRef, DeviceUpdate, DeviceView, JobError
+from fedquilt.core import Aggregation, BlobRef, DeviceUpdate, DeviceView
 from fedquilt.data import inputs
 from fedquilt.methods.fedstitch import METHOD, SearchState
 from fedquilt.models.stitching import stitched_network
@@ -164,23 +164,3 @@ def test_a_task_brings_only_the_files_it_needs():
     assert repeat.work.flops_per_example < order.work.flops_per_example
     sent = {name for name, value in order.bundles.items() if isinstance(value, BlobRef)}
     assert sent == {name for name in bundle.files if bundle.meta["blocks"][name[:-5]]["kind"] != "end"}
-
-
-@pytest.mark.parametrize("criterion", ["labels", pytest.param("residual", marks=pytest.mark.nightly)])
-def test_outputs_can_be_judged_by_the_labels(criterion):
-    last = play(criterion=criterion)[-1]
-    assert METHOD.is_done(last)
-    assert max(each["accuracy"] for each in METHOD.result(last).meta["search"]) > 0.8
-    state, scores, _ = score_answers(criterion=criterion, score_at="output")
-    own = scores["score"][state.pool.index("ash.2")]
-    assert 0 < own < 1
-    _, again, _ = score_answers(criterion=criterion, score_at="hybrid")
-    assert again["score"][state.pool.index("ash.2")] == own
-    assert (again["screen"] == score_answers(score_at="hybrid")[1]["screen"]).all()
-
-
-def test_labels_judge_no_inputs():
-    """All blocks would score the same: what the path puts out."""
-    bundle, _ = build_donors()
-    with pytest.raises(JobError, match="criterion = 'labels' scores outputs: set score_at"):
-        METHOD.init(bundle, SearchSettings(criterion="labels", score_at="input"), 0)

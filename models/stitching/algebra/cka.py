@@ -4,9 +4,6 @@ Source: Kornblith et al., Similarity of Neural Network Representations Revisited
 2409.07202) scores blocks. Eq. 2 of FedStitch is misprinted: HSIC(X, Y) is ||Yc' Xc||_F^2 with centred columns, which
 equals <Kc, Lc> on the centred Gram matrices. So n images take n x n numbers for any width of the layer. Features are
 centred before the product, because centring the Gram matrix of float32 features with a large offset loses the signal.
-
-Similarity to the donor's own output is 1 for every unmodified donor at any depth, and does not separate blocks that
-help a classifier from others. `label_alignment` and `explained_variance` do, with the same few images.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ Estimator: TypeAlias = Literal["unbiased", "biased"]
 
 CHUNK = 4096  # features centred and multiplied at a time
 MIN_IMAGES = 4  # the unbiased estimator divides by n - 3
-STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # ridges, as multiples of the features' mean squared length
 
 
 class CkaScore(NamedTuple):
@@ -95,44 +91,3 @@ def _u_centre(k: np.ndarray) -> np.ndarray:
 def _is_rounding_error(norm: float, k: np.ndarray) -> bool:
     eps = np.finfo(k.dtype).eps
     return norm <= float(eps * len(k)) ** 2 * float(np.vdot(k, k).real)
-
-
-# -- comparison with the labels -------------------------------------------------------------------
-
-
-def label_alignment(features: np.ndarray, y: np.ndarray) -> CkaScore:
-    """Return the unbiased CKA of features (n, d) and one-hot labels y (n,), about 0 if independent."""
-    return cka(gram_matrix(features), gram_matrix(_one_hot(y)))
-
-
-def explained_variance(features: np.ndarray, y: np.ndarray) -> CkaScore:
-    """Estimate the share of the labels' variance that a ridge on the features explains.
-
-    The score is 1 - GCV / GCV of the mean alone, at the best of STRENGTHS, where GCV is the generalised
-    cross-validation error rss / (n - df)^2 (Golub, Heath and Wahba, 1979), computed from the Gram matrix of the
-    standardised features. The score is in [-1, 1] and about 0 if features and labels are independent. With fewer than
-    MIN_IMAGES examples, or labels or features without variation, it is 0 and not sound.
-    """
-    x = features.astype(np.float64)
-    x -= x.mean(axis=0)
-    deviation = x.std(axis=0)
-    varies = deviation > np.abs(features).max(initial=0.0) * np.finfo(np.float32).eps
-    labels = _one_hot(y)
-    labels -= labels.mean(axis=0)
-    n, total = len(labels), float(np.vdot(labels, labels))
-    if n < MIN_IMAGES or not varies.any() or total == 0:
-        return CkaScore(0.0, False)
-    x = x[:, varies] / deviation[varies]
-    values, vectors = np.linalg.eigh(x @ x.T)
-    values = np.maximum(values, 0.0)
-    power = ((vectors.T @ labels) ** 2).sum(axis=1)  # power of the labels along each eigenvector
-    errors = []
-    for strength in STRENGTHS:
-        lam = strength * float(values.sum()) / n
-        residual_shares = lam / (values + lam)
-        errors.append(float(residual_shares**2 @ power) / (n - (1 - residual_shares).sum() - 1) ** 2)
-    return CkaScore(float(np.clip(1 - min(errors) / (total / (n - 1) ** 2), -1.0, 1.0)), True)
-
-
-def _one_hot(y: np.ndarray) -> np.ndarray:
-    return np.asarray(np.equal(y[:, None], np.unique(y)[None, :]), np.float64)

@@ -1,7 +1,6 @@
 """Scores of candidate blocks on a device's own images, by forward passes only.
 
-FedStitch (arXiv 2409.07202), section 3.2, scores by CKA, the similarity to the donor's own activations. Outputs can
-also be scored by the labels.
+FedStitch (arXiv 2409.07202), section 3.2, scores by CKA, the similarity to the donor's own activations.
 
 The images are drawn once for each device and job, and their results are cached. `ClientContext.private_state` contains
 the Gram matrix of each donor block's output (16 KB for 64 images). `ClientContext.cache` contains the targets of
@@ -29,7 +28,6 @@ from fedquilt.models.stitching.device.block_runner import BlockRunner
 from fedquilt.models.stitching.stitched_network import Block
 
 ScoreAt = Literal["input", "output", "hybrid"]
-Criterion = Literal["cka", "labels", "residual"]  # CKA; `cka.label_alignment`; `cka.explained_variance`
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,6 @@ class ScoreRequest(StitchingRequest):
     path: tuple[str, ...]
     pool: tuple[str, ...]
     score_at: ScoreAt
-    criterion: Criterion  # criterion of output scores
-    completes: bool  # labels judge the output after the candidate's donor has run on to its terminating block
     estimator: cka.Estimator
     samples: int
     screen: int
@@ -66,7 +62,7 @@ def score_pool(request: ScoreRequest, site: ClientContext) -> ClientResult:
     The result has the arrays of `vote.Ballot`. The input score compares the path's maps with the maps that the
     candidate reads in its donor, without a junction and without running the candidate. The output score fits a junction
     on other images than are scored (on the same images every wide block interpolates and scores 1) and compares the
-    candidate's output with its output in the donor, or with the labels. In mode "hybrid" all blocks get the input
+    candidate's output with its output in the donor. In mode "hybrid" all blocks get the input
     score, and the best few also the output score. Blocks whose output was scored on all images have level 1, all
     others level 0. Metric "doubtful" counts scores that are 0 because one of the compared arrays does not vary.
     """
@@ -105,7 +101,7 @@ class _BlockScorer:
         self._request, self._site = request, site
         self._path = [request.blocks[name] for name in request.path]
         self._pool = [request.blocks[name] for name in request.pool]
-        self._fits_junctions, self._by_labels = request.score_at != "input", request.criterion != "cka"
+        self._fits_junctions = request.score_at != "input"
         parts = image_set_count(request.score_at)
         if len(site.train) < cka.MIN_IMAGES * parts:
             need = cka.MIN_IMAGES * parts
@@ -154,12 +150,11 @@ class _BlockScorer:
         self, block: Block, junction: Tensors | None, floor: float
     ) -> tuple[cka.CkaScore, cka.CkaScore | None]:
         if junction is None and stitched_network.is_native_path(self._path):
-            exact = self.local[_label_score_name(block, self._request.criterion)][0] if self._by_labels else 1.0
-            score = cka.CkaScore(exact, True)  # CKA of equal matrices is 1
+            score = cka.CkaScore(1.0, True)  # CKA of equal matrices
             return score, score
         source = block_runner.apply_junction_lazily(self._compute_path_output_once(), junction, block)
         outputs = self._runner.shelf.make_stack((self.count, *block.out_shape))
-        early_count = self._request.early if self._request.early < self.count and not self._by_labels else 0
+        early_count = self._request.early if self._request.early < self.count else 0
         if early_count:
             self._runner.run_block(block, source, 0, early_count, outputs)
             early = self._score_first_outputs(block, outputs, early_count)
@@ -170,24 +165,7 @@ class _BlockScorer:
         return (early if early_count else full), full
 
     def _score_first_outputs(self, block: Block, outputs: ActivationStack, examples: int) -> cka.CkaScore:
-        if not self._by_labels:
-            return self._compare_with_cached_gram(self._compute_gram(outputs, examples), _gram_name(block))
-        maps: ActivationSource = outputs
-        for following in self._blocks_to_complete_with(block):
-            maps = self._runner.run_block(following, maps, 0, examples)
-        return self._score_against_labels(maps, examples)
-
-    def _blocks_to_complete_with(self, block: Block) -> list[Block]:
-        if not self._request.completes:
-            return []
-        later_blocks = (b for b in self._request.blocks.values() if b.donor == block.donor and b.index > block.index)
-        return sorted((b for b in later_blocks if b.kind != "end"), key=lambda b: b.index)
-
-    def _score_against_labels(self, maps: ActivationSource, examples: int) -> cka.CkaScore:
-        batches = block_runner.iterate_pieces(SourceSlice(maps, 0, examples))
-        features = np.concatenate([stitched_network.global_average_pool(part) for _, part in batches])
-        score = cka.label_alignment if self._request.criterion == "labels" else cka.explained_variance
-        return score(features, self._site.train.y[self._rows[:examples]])
+        return self._compare_with_cached_gram(self._compute_gram(outputs, examples), _gram_name(block))
 
     def _compare_with_cached_gram(self, gram: np.ndarray, reference: str) -> cka.CkaScore:
         reference_gram = self.local[reference][: len(gram), : len(gram)]
@@ -209,9 +187,6 @@ class _BlockScorer:
                 maps = self._runner.run_block(block, maps, 0, len(self._rows) if feeds else self.count)
                 if _gram_name(block) not in self.local:
                     self.local[_gram_name(block)] = self._compute_gram(maps, self.count)
-                if self._by_labels:
-                    name = _label_score_name(block, self._request.criterion)
-                    self.local[name] = np.array([self._score_against_labels(maps, self.count).value])
                 if feeds:
                     positions = self._draw_positions(block.out_shape)
                     self._runner.reserve_memory(8 * len(positions) * block.out_shape[0])
@@ -219,9 +194,8 @@ class _BlockScorer:
                     self._runner.shelf.store(self._target_name(block), MemoryStack.from_array(target), spare=False)
 
     def _is_cached(self, block: Block, feeds: bool) -> bool:
-        is_known = _gram_name(block) in self.local
-        is_known = is_known and (not self._by_labels or _label_score_name(block, self._request.criterion) in self.local)
-        return is_known and not (self._fits_junctions and feeds and self._find_target(block) is None)
+        lacks_target = self._fits_junctions and feeds and self._find_target(block) is None
+        return _gram_name(block) in self.local and not lacks_target
 
     def _find_target(self, block: Block) -> ActivationStack | None:
         shape = (len(self._draw_positions(block.out_shape)), block.out_shape[0])
@@ -293,10 +267,6 @@ def stack_gram(maps: ActivationStack, examples: int) -> np.ndarray:
 
 def _gram_name(block: Block, offset: int = 0) -> str:
     return f"gram.{block.donor}.{block.index + offset}"
-
-
-def _label_score_name(block: Block, criterion: Criterion) -> str:
-    return f"{criterion}.{block.donor}.{block.index}"
 
 
 def load_private_state(site: ClientContext) -> dict[str, np.ndarray]:

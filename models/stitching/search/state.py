@@ -36,7 +36,6 @@ class SearchParams:
     finished: Count = 22  # maximum number of stitched networks
     finalists: Count = 12  # finished networks that become candidates, the best-scoring first
     max_upsampling: Annotated[float, Meta(ge=1)] = 2.0  # maximum enlargement of maps between two blocks, per axis
-    criterion: scoring.Criterion = "cka"  # similarity to the donor's output, or prediction of the labels
     score_at: scoring.ScoreAt = "hybrid"  # CKA of inputs, of outputs, or of the outputs of the best inputs
     samples: Annotated[int, Meta(ge=4)] = 64  # images scored on, and as many for the junctions of output scores
     fit_samples: Count = 128  # images on which each device fits junctions
@@ -88,7 +87,6 @@ PAPER: Mapping[str, Any] = {
     "completion": False,
     "order": "random",
     "space_margin": 0.0,
-    "criterion": "cka",
     "samples": 64,
     "score_at": "output",
     "early": 0,

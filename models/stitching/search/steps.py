@@ -263,8 +263,7 @@ def grow_paths(state: SearchState, fitted: Mapping[str, dict[str, np.ndarray]]) 
     state = replace(state, winners=(), dropped=())
     notes: list[str] = []
     for winner in winners:
-        path_score = net.score if state.params.criterion == "cka" else 1.0  # labels judge the whole path already
-        score = path_score * max(winner.score, 0.0)
+        score = net.score * max(winner.score, 0.0)
         pool = tuple(name for name in remaining_pool if name != winner.block)
         child = ScoredPath((*net.path, winner.block), pool, score)
         finished_count = len(state.finished)

@@ -28,17 +28,11 @@ RUN_AT_ONCE: Final = 16  # images that an engine runs at once, where memory allo
 def score_task_spec(state: SearchState, device: DeviceView) -> TaskSpec:
     params, net = state.params, state.current
     assert net is not None
-    completes = params.criterion != "cka" and params.completion
     blocks = _collect_path_and_donor_blocks(state.stock, net.path, state.pool)
-    blocks_by_candidate = {name: [name] for name in state.pool}  # candidate -> blocks that run to score its output
-    if completes:  # the score compares labels with the output at the end of the donor
-        blocks_by_candidate = {name: _blocks_to_last_tap(state.stock, name) for name in state.pool}
-        blocks |= {name: state.stock.blocks[name] for names in blocks_by_candidate.values() for name in names}
     request = scoring.ScoreRequest(
         **_shared_fields(state, blocks),
         path=net.path,
         pool=state.pool,
-        completes=completes,
         **{name: value for name, value in vars(params).items() if name in scoring.ScoreRequest.__dataclass_fields__},
         epsilon=steps.exploration_rate(state),
         coin=steps.choice_seed(state, device.device),
@@ -50,7 +44,7 @@ def score_task_spec(state: SearchState, device: DeviceView) -> TaskSpec:
         runs += [(block, 1.0) for block in family if block.id not in _blocks_never_run(state)]
     if params.score_at != "input":
         scored_share = min(params.screen / len(state.pool), 1.0) if params.score_at == "hybrid" else 1.0
-        runs += [(blocks[name], scored_share / image_sets) for names in blocks_by_candidate.values() for name in names]
+        runs += [(blocks[name], scored_share / image_sets) for name in state.pool]
     matrices = (
         0
         if params.score_at == "input"
@@ -185,12 +179,6 @@ def _blocks_never_run(state: SearchState) -> set[str]:
 def label_classes(state: SearchState, path: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:
     """Return each label's classes in the donor of the last block, or None if the donor is not aligned."""
     return state.stock.donors[state.stock.blocks[path[-1]].donor].align
-
-
-def _blocks_to_last_tap(donor_pool: DonorPool, name: str) -> list[str]:
-    block = donor_pool.blocks[name]
-    later_blocks = donor_pool.donors[block.donor].blocks[block.index + 1 :]
-    return [name, *(name_after for name_after in later_blocks if donor_pool.blocks[name_after].kind != "end")]
 
 
 def _collect_path_and_donor_blocks(

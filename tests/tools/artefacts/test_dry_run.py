@@ -53,9 +53,8 @@ def rehearse(folder: Path, params: dict[str, Any], made: Bundle | None = None) -
         ({}, True),
         ({"expansions": 2}, True),
         ({"mode": "paper"}, False),
-        ({"expansions": 1, "criterion": "labels"}, True),
     ],
-    ids=["default", "searching", "paper", "labels"],
+    ids=["default", "searching", "paper"],
 )
 def test_a_stitched_network_and_a_joint_head_are_exported_and_run_before_a_device_is_asked(
     prepared: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any], joins: bool
