@@ -43,9 +43,6 @@ class ActivationSource:
         """Return examples [first, last), at least one, which may be a view."""
         raise NotImplementedError
 
-    def read_channels(self, examples: slice, channels: slice) -> np.ndarray:
-        return self.read_examples(examples.start, examples.stop)[:, channels]
-
 
 class MemoryStack(ActivationSource):
     """Stack in memory, which keeps the appended arrays without a copy."""
@@ -120,13 +117,6 @@ class FileStack(ActivationSource):
     def read_examples(self, first: int, last: int) -> np.ndarray:
         result = np.empty((last - first, *self.shape[1:]), np.float32)
         self._read_rows(result.reshape(1, -1), first * self._width)
-        return result
-
-    def read_channels(self, examples: slice, channels: slice) -> np.ndarray:
-        channel_size = prod(self.shape[2:])
-        result = np.empty((examples.stop - examples.start, channels.stop - channels.start, *self.shape[2:]), np.float32)
-        offset = examples.start * self._width + 4 * channels.start * channel_size
-        self._read_rows(result.reshape(len(result), -1), offset)
         return result
 
     def read_features(self, first: int, last: int, examples: int) -> np.ndarray:
@@ -210,9 +200,6 @@ class SourceSlice(ActivationSource):
 
     def read_examples(self, first: int, last: int) -> np.ndarray:
         return self._source.read_examples(self._first + first, self._first + last)
-
-    def read_channels(self, examples: slice, channels: slice) -> np.ndarray:
-        return self._source.read_channels(slice(self._first + examples.start, self._first + examples.stop), channels)
 
 
 class ActivationCache:

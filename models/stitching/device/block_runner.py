@@ -22,12 +22,12 @@ from fedquilt.models.stitching.device.activations import (
     ActivationSource,
     ActivationStack,
     MappedSource,
+    MemoryStack,
 )
 from fedquilt.models.stitching.stitched_network import Block
 
 STACKS_DIVISOR = 6  # stacks in memory get one sixth of the engine's memory
 MAX_CACHE_BYTES = 256 << 20  # path outputs on disk for later tasks, never more than half of the budget
-STRIPE_BYTES = 1 << 20  # maps resized at a time
 PIECE_BYTES = 2 << 20  # maps read at a time where no graph sets the batch size
 
 Junctions = Sequence[Tensors | None]
@@ -139,14 +139,10 @@ class BlockRunner:
             yield engine.run(path, source.read_examples(start, stop))
 
 
-class PreparedExamples(ActivationSource):
-    def __init__(self, x: np.ndarray, table: inputs.Table) -> None:
-        self._x, self._table = x, table
-        self.shape = (len(x), *inputs.network_input_shape(table, x.shape[1:]))
-        self.example_bytes = 4 * prod(self.shape[1:])
-
-    def read_examples(self, first: int, last: int) -> np.ndarray:
-        return inputs.prepare_inputs(self._x[first:last], self._table)
+def prepare_examples_lazily(x: np.ndarray, table: inputs.Table) -> ActivationSource:
+    shape = inputs.network_input_shape(table, x.shape[1:])
+    source = MemoryStack.from_array(x)
+    return MappedSource(source, lambda part: inputs.prepare_inputs(part, table), shape, 4 * prod(shape))
 
 
 def cache_key(path: Sequence[Block], rows: np.ndarray, kind: str) -> str:
@@ -158,55 +154,28 @@ def apply_junction_lazily(maps: ActivationSource, junction: Tensors | None, bloc
     """Return maps that are resized and projected for `block` on reading, or `maps` if `junction` is None."""
     if junction is None:
         return maps
-    source = maps
-    temporary_values = prod(maps.shape[1:]) + block.in_shape[0] * prod(maps.shape[2:])
-    if stitched_network.enlarges_maps(maps.shape[1:], block.in_shape):
-        # Maps are projected first, then one axis is resized after the other.
-        temporary_values += block.in_shape[0] * _half_resized_size(maps, block.in_shape[1:])
-    else:
-        source = resize_maps_lazily(maps, *block.in_shape[1:])
-        temporary_values = source.example_bytes // 4 + prod(source.shape[1:])
+    in_shape, out_shape = maps.shape[1:], block.in_shape
+    # The second of the two steps reads the values that the first step returns.
+    is_projected_first = stitched_network.enlarges_maps(in_shape, out_shape)
+    channels, sizes = (out_shape[0], in_shape[1:]) if is_projected_first else (in_shape[0], out_shape[1:])
+    values = prod(in_shape) + channels * (prod(sizes) + _half_resized_size(in_shape, out_shape))
     return MappedSource(
-        source,
-        lambda part: stitched_network.apply_junction(part, junction, block),
-        block.in_shape,
-        4 * temporary_values,
+        maps, lambda part: stitched_network.apply_junction(part, junction, block), out_shape, 4 * values
     )
 
 
 def resize_maps_lazily(maps: ActivationSource, *sizes: int) -> ActivationSource:
-    return maps if maps.shape[2:] == sizes else ResizedMaps(maps, sizes)
+    in_shape = maps.shape[1:]
+    if in_shape[1:] == sizes:
+        return maps
+    out_shape = (in_shape[0], *sizes)
+    values = prod(in_shape) + in_shape[0] * _half_resized_size(in_shape, out_shape)
+    return MappedSource(maps, lambda part: inputs.resize_maps(part, *sizes), out_shape, 4 * values)
 
 
-class ResizedMaps(ActivationSource):
-    """Maps resized on reading, a few channels at a time, to bound memory."""
-
-    def __init__(self, maps: ActivationSource, sizes: tuple[int, ...]) -> None:
-        self._maps, self._sizes = maps, sizes
-        self.shape = (*maps.shape[:2], *sizes)
-        self._channel_bytes = 4 * (prod(maps.shape[2:]) + _half_resized_size(maps, sizes) + prod(sizes))
-        self.example_bytes = self._channel_bytes * min(self._channels_at_once(1), maps.shape[1])
-
-    def read_examples(self, first: int, last: int) -> np.ndarray:
-        return self.read_channels(slice(first, last), slice(0, self.shape[1]))
-
-    def read_channels(self, examples: slice, channels: slice) -> np.ndarray:
-        result = np.empty((examples.stop - examples.start, channels.stop - channels.start, *self._sizes), np.float32)
-        step = self._channels_at_once(len(result))
-        for start in range(channels.start, channels.stop, step):
-            stop = min(start + step, channels.stop)
-            part = self._maps.read_channels(examples, slice(start, stop))
-            result[:, start - channels.start : stop - channels.start] = inputs.resize_maps(part, *self._sizes)
-            del part
-        return result
-
-    def _channels_at_once(self, examples: int) -> int:
-        return max(STRIPE_BYTES // (self._channel_bytes * max(examples, 1)), 1)
-
-
-def _half_resized_size(maps: ActivationSource, sizes: Sequence[int]) -> int:
+def _half_resized_size(in_shape: Sequence[int], out_shape: Sequence[int]) -> int:
     # Values in one channel after a resize along the first axis alone.
-    return prod((*sizes[:1], *maps.shape[3:])) if len(sizes) > 1 else 0
+    return out_shape[1] * prod(in_shape[2:]) if len(out_shape) > 2 else 0
 
 
 def iterate_pieces(source: ActivationSource) -> Iterator[tuple[int, np.ndarray]]:

@@ -50,7 +50,7 @@ def compute_junction_moments(request: FitRequest, site: ClientContext) -> Client
     for chain, winner_ids in chains:  # one donor at a time: a winner's sums of 2048 channels are 34 MB
         sums: dict[str, least_squares.RegressionMoments] = {}
         for rows in example_batches(site, examples):
-            images = block_runner.PreparedExamples(site.train.x[rows], request.input)
+            images = block_runner.prepare_examples_lazily(site.train.x[rows], request.input)
             x = run.run_path(path, junctions, images, rows)
             y: ActivationSource = images
             for block in chain:
@@ -127,9 +127,8 @@ def gather_moments(request: GatherRequest, site: ClientContext) -> ClientResult:
     first = 0
     for rows in example_batches(site, examples):
         last = first + len(rows)
-        for tap, part in _run_and_pool_paths(
-            run, request, request.paths, block_runner.PreparedExamples(site.train.x[rows], request.input), site
-        ):
+        images = block_runner.prepare_examples_lazily(site.train.x[rows], request.input)
+        for tap, part in _run_and_pool_paths(run, request, request.paths, images, site):
             column = sum(request.widths[:tap])
             if request.projection_seed is not None:
                 projection = stitched_network.random_projection(
@@ -195,9 +194,8 @@ def _score_candidates(
     for first in range(0, len(rows), WAVE_IMAGES):
         wave = rows[first : first + WAVE_IMAGES]
         x, y = site.held_out.x[wave], site.held_out.y[wave]
-        ends = dict(
-            _run_and_pool_paths(run, request, request.paths, block_runner.PreparedExamples(x, request.input), site)
-        )
+        images = block_runner.prepare_examples_lazily(x, request.input)
+        ends = dict(_run_and_pool_paths(run, request, request.paths, images, site))
         scores = []
         for i, (taps, groups) in enumerate(zip(request.candidates, request.align, strict=True)):
             z = np.concatenate([ends[tap] for tap in taps], axis=1)

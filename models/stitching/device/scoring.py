@@ -116,7 +116,7 @@ class _BlockScorer:
         self._runner = BlockRunner(
             site, request.blocks.values(), self._estimate_flops(), matrices_bytes=self._fit_bytes
         )
-        self._images = block_runner.PreparedExamples(site.train.x[self._rows], request.input)
+        self._images = block_runner.prepare_examples_lazily(site.train.x[self._rows], request.input)
         self._maps: ActivationStack | None = None
         self._cache_donor_references()
 

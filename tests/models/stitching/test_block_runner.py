@@ -13,7 +13,7 @@ from fedquilt.costs import peak_memory
 from fedquilt.data import inputs
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.device import block_runner
-from fedquilt.models.stitching.device.activations import FileStack, MemoryStack, SourceSlice
+from fedquilt.models.stitching.device.activations import FileStack, MemoryStack
 from fedquilt.models.stitching.device.block_runner import BlockRunner
 from fedquilt.models.stitching.stitched_network import Block
 
@@ -162,7 +162,7 @@ def test_positions_are_spread_over_all_images_and_taken_in_order(wanted, monkeyp
 def test_stored_images_are_prepared_as_they_are_asked_for():
     stored = DRAWS.integers(0, 256, size=(5, 8, 8), dtype=np.uint8)
     wanted = {"channels": 3, "size": 6, "mean": (0.5,), "std": (0.2,)}
-    source = block_runner.PreparedExamples(stored, wanted)
+    source = block_runner.prepare_examples_lazily(stored, wanted)
     assert source.shape == (5, 3, 6, 6)
     assert np.array_equal(source.read_examples(1, 4), inputs.prepare_images(stored, wanted)[1:4])
 
@@ -172,31 +172,14 @@ def test_a_join_takes_no_more_memory_than_it_is_planned_with(tmp_path, size):
     maps = FileStack((1, 16, 32, 32), tmp_path)
     maps.append(DRAWS.normal(size=maps.shape))
     junction = {"weights": DRAWS.normal(size=(8, 16)).astype(np.float32), "bias": np.zeros(8, np.float32)}
-    source = block_runner.apply_junction_lazily(maps, junction, replace(TILED, in_shape=(8, size, size)))
-    source.read_examples(0, 1)  # what is made once, such as the matrices of the resize
-    tracemalloc.start()
-    made = source.read_examples(0, 1)
-    _, peak_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak_bytes <= source.example_bytes + made.nbytes + OBJECTS_BYTES
-
-
-@pytest.mark.parametrize("size", [7, 12, 40])
-def test_large_maps_are_resized_a_few_channels_at_a_time(tmp_path, size, monkeypatch):
-    values = DRAWS.normal(size=(3, 64, 32, 32)).astype(np.float32)
-    maps = FileStack(values.shape, tmp_path)
-    maps.append(values)
-    monkeypatch.setattr(block_runner, "STRIPE_BYTES", 32 << 10)
-    for whole in (maps, MemoryStack.from_array(values)):
-        source = block_runner.resize_maps_lazily(SourceSlice(whole, 1, 3), size, size)
-        assert np.array_equal(source.read_examples(0, 2), inputs.resize_maps(values[1:3], size, size))
-        assert np.array_equal(source.read_channels(slice(1, 2), slice(5, 50)), source.read_examples(1, 2)[:, 5:50])
-    source = block_runner.resize_maps_lazily(maps, size, size)
-    tracemalloc.start()
-    made = source.read_examples(0, 1)
-    _, peak_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak_bytes <= made.nbytes + min(source.example_bytes, values[0].nbytes / 4) + OBJECTS_BYTES
+    joined = block_runner.apply_junction_lazily(maps, junction, replace(TILED, in_shape=(8, size, size)))
+    for source in (joined, block_runner.resize_maps_lazily(maps, size, size)):
+        source.read_examples(0, 1)  # what is made once, such as the matrices of the resize
+        tracemalloc.start()
+        made = source.read_examples(0, 1)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak_bytes <= source.example_bytes + made.nbytes + OBJECTS_BYTES
 
 
 def test_positions_of_series_are_sampled_and_resized_as_those_of_maps_of_one_row():
