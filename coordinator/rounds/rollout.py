@@ -21,7 +21,6 @@ from fedquilt.coordinator.rounds.decisions import capped_elapsed_s
 from fedquilt.core import Count, JobError, Name, Profile, Seconds, Sentence, ShortText, seed_deriver, shorten_error
 from fedquilt.core.messages import UPGRADES
 from fedquilt.formats import labels
-from fedquilt.onnx import file_format
 
 _WINDOW: Final = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
@@ -33,7 +32,6 @@ class RolloutPlan(wire.ReleaseContent, frozen=True, omit_defaults=True):
     phases: tuple[Share, ...] = (0.25, 1.0)  # cumulative; 1.0 includes devices that appear later
     abort_above: Share = 0.1  # share of failed devices above which the rollout is aborted
     patience_s: Seconds = 600.0  # time for which a silent device delays the next phase
-    versions: file_format.Versions | None = None  # requirements of a model file, or None if every runtime can run it
 
     @property
     def cumulative_shares(self) -> tuple[float, ...]:
@@ -299,9 +297,7 @@ def incompatibility_reason(plan: RolloutPlan, profile: Profile) -> str:
     """Return why a device cannot run the release of a plan, or "" if the device can."""
     if plan.kind == "agent":
         return NO_LAUNCHER if UPGRADES in profile.versions else ""
-    if plan.kind == "model" and "onnx" not in profile.engines:
-        return NO_RUNTIME
-    return "" if plan.versions is None else file_format.explain_unsupported(plan.versions, profile.versions)
+    return NO_RUNTIME if plan.kind == "model" and "onnx" not in profile.engines else ""
 
 
 def incompatible_devices(plan: RolloutPlan, profiles: Mapping[str, Profile]) -> dict[str, str]:

@@ -200,8 +200,8 @@ def model(
         if source.endswith(".onnx"):
             file, shape = Path(source), input_shape or None
             payload = b"".join(weights.read_with_external_data(file))
-            metadata = export.require_loadable(payload, file.name, shape)
-            plan = replace(plan, name=file.stem[:200], input_shape=shape, versions=metadata.versions)
+            export.require_loadable(payload, file.name, shape)
+            plan = replace(plan, name=file.stem[:200], input_shape=shape)
             submit_rollout(store, plan, payload, file.name, home)
             return
         if input_shape:

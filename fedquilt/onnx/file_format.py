@@ -7,7 +7,6 @@ interpret them differently. Field numbers are those of onnx.proto (IR version 8 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, cast
@@ -238,35 +237,3 @@ FORBIDDEN_FIELDS: Final[Mapping[str, str]] = {
     "optional_type": _TENSORS_FIX,
 }
 """Forbidden field -> fix."""
-
-Versions: TypeAlias = tuple[int, int]
-"""Opset and IR version of a graph."""
-
-RUNTIMES: Final[Mapping[tuple[int, int], Versions]] = {
-    (1, 19): (21, 10),
-    (1, 21): (22, 10),
-    (1, 23): (23, 11),
-    (1, 24): (25, 13),
-    (1, 25): (26, 13),
-    (1, 32): (28, 14),
-}
-"""Release of ONNX Runtime -> greatest opset and IR version, also of later releases up to the next entry."""
-
-
-def explain_unsupported(graph: Versions, libraries: Mapping[str, str]) -> str:
-    """Return why a device's ONNX Runtime cannot load a graph, or "" if it can or is of an unknown release."""
-    installed = {}
-    for name in ("onnxruntime", "onnxruntime-gpu"):
-        if numbers := re.match(r"(\d{1,4})\.(\d{1,4})", libraries.get(name, "")):
-            installed[int(numbers[1]), int(numbers[2])] = f"{name} {libraries[name][:20]}"
-    release = max(installed, default=(0, 0))  # with both installed, the device may use the newer one
-    if not min(RUNTIMES) <= release <= max(RUNTIMES):
-        return ""
-    opset, ir_version = RUNTIMES[max(row for row in RUNTIMES if row <= release)]
-    if graph[0] <= opset and graph[1] <= ir_version:
-        return ""
-    return (
-        f"{installed[release]} supports opset {opset} and IR version {ir_version} at most, but the model has opset "
-        f"{graph[0]} and IR version {graph[1]}: export it with opset_version={min(graph[0], opset)} and IR version "
-        f"{min(graph[1], ir_version)}, or install a newer ONNX Runtime on the device"
-    )

@@ -43,7 +43,6 @@ from fedquilt.onnx.file_format import (
     ProtobufError,
     ProtobufReader,
     Schema,
-    Versions,
     decode_ints,
     decode_text,
     to_signed,
@@ -101,7 +100,6 @@ class CheckedGraph:
     weight_bytes: int  # of the initializers, inside and beside the graph
     activation_bytes: int | None  # per example, from the metadata, or None
     nodes: int
-    versions: Versions
     inputs: tuple[GraphValue, ...]  # without initializers
     outputs: tuple[GraphValue, ...]
 
@@ -199,8 +197,7 @@ class _GraphCheck:
             problem = f"activation_bytes = {activation_text[:40]!r} in the metadata is not a number of bytes"
             raise ModelError(f"{problem}: export the model again")
         weight_bytes, inputs, outputs = self.check_graph(graphs[0], 0, ChainMap())
-        opsets = [self._read_opset(opset) for opset in _bytes_fields(model, "opset_import", MAX_LIST)]
-        domains = [domain[:80] for domain, _ in opsets]
+        domains = [self._read_domain(opset)[:80] for opset in _bytes_fields(model, "opset_import", MAX_LIST)]
         if "" not in domains or len(set(domains)) != len(domains):
             raise ModelError(f"the graph imports operator sets {domains[:6]}: import ONNX's own (''), and each once")
         return CheckedGraph(
@@ -208,7 +205,6 @@ class _GraphCheck:
             weight_bytes=weight_bytes,
             activation_bytes=None if activation_text is None else int(activation_text),
             nodes=self.nodes,
-            versions=(dict(opsets)[""], _int_field(model, "ir_version")),
             inputs=inputs,
             outputs=outputs,
         )
@@ -219,11 +215,10 @@ class _GraphCheck:
             _require(name not in message, f"{description} has {name}: {fix}")
         return message
 
-    def _read_opset(self, data: memoryview) -> tuple[str, int]:
+    def _read_domain(self, data: memoryview) -> str:
         # Nodes decide which domains are permitted: exporters import more than they use.
         opset = self.reader.read_message(data, OPSET, "an operator set")
-        domain = decode_text(opset.get("domain"), MAX_NAME_BYTES, "a domain")
-        return _normalise_domain(domain), _int_field(opset, "version")
+        return _normalise_domain(decode_text(opset.get("domain"), MAX_NAME_BYTES, "a domain"))
 
     def check_graph(
         self, data: memoryview, depth: int, outer: ChainMap[str, list[float]]

@@ -20,7 +20,6 @@ from fedquilt.coordinator.updates.tasks import make_task
 from fedquilt.core import Artefact, BlobRef, DeviceView, JobError, Method, ModelError, StoreError, TaskSpec, evaluation
 from fedquilt.formats import job_bundle, personal_models
 from fedquilt.onnx import graph_check, weights
-from fedquilt.onnx.graph_check import CheckedGraph
 
 
 def load_result(store: Store, run: str, *, best: bool = False, candidate: int | None = None) -> Artefact:
@@ -162,8 +161,8 @@ def _last_class_shares(store: Store, row: StoredJob, method: Method) -> tuple[fl
     return evaluation.class_shares(evaluation.count_classes(counted[-1])) if counted else ()
 
 
-def require_loadable(payload: bytes | memoryview, label: str, input_shape: Sequence[int] | None = None) -> CheckedGraph:
-    """Return an ONNX file's graph if devices can load it, or raise ModelError about the file `label`."""
+def require_loadable(payload: bytes | memoryview, label: str, input_shape: Sequence[int] | None = None) -> None:
+    """Raise ModelError about the file `label` if devices cannot load the ONNX file."""
     try:
         checked = graph_check.check_bytes(payload)
         checked.require_batched_examples()
@@ -183,7 +182,6 @@ def require_loadable(payload: bytes | memoryview, label: str, input_shape: Seque
             f"{label}: --input-shape {','.join(map(str, input_shape))} does not fit input {name!r} of shape "
             f"{graph_check.format_shape(declared)}"
         )
-    return checked
 
 
 def _encode_shared_parts(
