@@ -57,7 +57,7 @@ class BatchTrainer(ABC):
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> TrainCall | None:
         """Return a call for `train_together`, or None if this training cannot share a pass with others."""
-        if hooks.prepare or hooks.steps != (Step(),) or not len(examples) or fit.batch < 1:
+        if hooks.prepare or hooks.inputs or hooks.steps != (Step(),) or not len(examples) or fit.batch < 1:
             return None
         call = TrainCall(network, start, examples, fit, rng, hooks, progress, msgspec.json.encode(network))
         key = self._batch_key(call)

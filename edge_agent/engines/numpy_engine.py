@@ -88,7 +88,7 @@ class NumpyEngine:
         micro_batch_size = self._micro_batch_size(mlp, fit.batch, copies=4 + len(hooks.anchors))
         for epoch_order in training.draw_orders(len(examples), fit.epochs, rng):
             for batch in training.mini_batches(epoch_order, fit.batch):
-                loss, gradient = _loss_and_gradient(network, model, examples, batch, micro_batch_size)
+                loss, gradient = _loss_and_gradient(network, model, examples, batch, micro_batch_size, hooks)
                 steps.add_step(loss, len(batch))
                 optimizer.step(gradient)
         return model, steps.metrics()
@@ -101,7 +101,9 @@ class NumpyEngine:
         mlp, model = _load_network(network, model)
         evaluation_sums.require_targets(examples, mlp.classes, mlp.task)
         parts = training.mini_batches(np.arange(len(examples)), self._micro_batch_size(mlp, EVALUATION_BATCH, copies=1))
-        batches = ((forward(model, _prepare_inputs(network, examples.x[rows]))[-1], examples.y[rows]) for rows in parts)
+        batches = (
+            (forward(model, _prepare_inputs(network, examples.x[rows], hooks))[-1], examples.y[rows]) for rows in parts
+        )
         return evaluation_sums.evaluate_scores(mlp.task, batches, examples.prior).sums()
 
     @np.errstate(invalid="ignore", over="ignore")
@@ -122,7 +124,7 @@ class NumpyEngine:
         total = {name: np.zeros_like(array) for name, array in arrays.items()}
         groups = list(training.mini_batches(np.arange(len(examples)), examples_per_gradient))
         for rows in groups:
-            _, gradient = _loss_and_gradient(network, arrays, examples, rows, micro_batch_size)
+            _, gradient = _loss_and_gradient(network, arrays, examples, rows, micro_batch_size, hooks)
             for name, array in gradient.items():
                 total[name] += np.square(array)
         return {name: array / np.float32(len(groups)) for name, array in total.items()}
@@ -232,8 +234,8 @@ def _load_network(network: Mapping[str, Any], start: Tensors) -> tuple[MlpTable,
     return mlp, {name: start[name].astype(np.float32) for name in mlp.shapes}
 
 
-def _prepare_inputs(network: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
-    flat = training.network_inputs(x, network).reshape(len(x), -1)
+def _prepare_inputs(network: Mapping[str, Any], x: np.ndarray, hooks: Hooks) -> np.ndarray:
+    flat = training.network_inputs(x, network, hooks.inputs).reshape(len(x), -1)
     if flat.shape[1] != network["inputs"]:
         raise DataError(f"examples have {flat.shape[1]} values each, the network has {network['inputs']} inputs")
     return flat
@@ -260,10 +262,11 @@ def _loss_and_gradient(
     examples: Examples,
     batch: np.ndarray,
     micro_batch_size: int,
+    hooks: Hooks,
 ) -> tuple[float, dict[str, np.ndarray]]:
     loss, gradient = 0.0, dict[str, np.ndarray]()
     for rows in training.micro_batches(batch, micro_batch_size):
-        values = forward(model, _prepare_inputs(network, examples.x[rows]))
+        values = forward(model, _prepare_inputs(network, examples.x[rows], hooks))
         losses, score_gradients = evaluation_sums.losses_and_gradients(
             metrics.task_from_network(network), values.pop(), examples.y[rows]
         )

@@ -47,8 +47,12 @@ def fitting_batch_size(room_bytes: float, example_bytes: float, max_size: int) -
     return size
 
 
-def network_inputs(x: np.ndarray, network: Mapping[str, Any]) -> np.ndarray:
+def network_inputs(
+    x: np.ndarray, network: Mapping[str, Any], inputs: Callable[[np.ndarray], np.ndarray] | None = None
+) -> np.ndarray:
     """Return examples as float32 network inputs, or raise DataError if their type is not supported."""
+    if inputs is not None:
+        return inputs(x)
     if "input" in network:
         return network_input(x, network["input"])
     if network.get("name") == "transformer":

@@ -336,12 +336,14 @@ class Hooks:
             from which training starts.
         prepare: (module) -> module to train, such as one with masks or adapters. The argument is a new module that may
             be changed in place. `start` must contain the tensors of the returned module, which training returns.
+        inputs: (stored examples) -> network inputs. None selects the network's table.
         steps: Steps that run in order on every mini-batch. The loss of the last step is reported.
     """
 
     correct_gradient: Callable[[Any, Any, Mapping[str, Any]], Any] | None = None
     anchors: Mapping[str, Tensors] = field(default_factory=dict)
     prepare: Callable[[Any], Any] | None = None
+    inputs: Callable[[Any], Any] | None = None
     steps: tuple[Step, ...] = (Step(),)
 
 
@@ -375,7 +377,7 @@ class Trainer(Engine, Protocol):
     ) -> EvaluationSums:
         """Evaluate a network and return the sums over the examples.
 
-        Only the hook `prepare` applies.
+        Only the hooks `prepare` and `inputs` apply.
         """
         ...
 
@@ -391,7 +393,7 @@ class Trainer(Engine, Protocol):
         """Return the diagonal of the empirical Fisher information of each parameter.
 
         This is the mean squared gradient of log p(y | x), computed in evaluation mode. Gradients of
-        `examples_per_gradient` examples are averaged before squaring. Only the hook `prepare` applies.
+        `examples_per_gradient` examples are averaged before squaring. Only the hooks `prepare` and `inputs` apply.
 
         Raises:
             DataError: If there are no examples.

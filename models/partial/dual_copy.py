@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from fedquilt.core import ModelError
 from fedquilt.models.networks import registry, traces
+from fedquilt.models.partial import output_cache
 
 SMOOTH_ACTIVATIONS = (nn.GELU, nn.SiLU, nn.Hardswish, nn.ELU, nn.CELU, nn.SELU, nn.Mish)
 SMOOTH_CALLS = (F.gelu, F.silu, F.hardswish, F.elu, F.celu, F.selu, F.mish)
@@ -195,18 +196,29 @@ class DualCopy:
         self._pools = [node for node in self._trained_nodes if has_frozen_pools and is_max_pool(self._traced, node)]
         self._entries = self._trained_part_inputs()
         self._tail = _build_pruned_module(model, self._build_trained_graph())
-        self._frozen_part = _build_pruned_module(model, self._build_frozen_graph())
+        self._frozen_part = _build_pruned_module(model, self._build_frozen_graph(scores=False))
+        self._frozen_part_with_scores = _build_pruned_module(model, self._build_frozen_graph(scores=True))
         self.names = tuple(self._tail.state_dict())
         """Tensors of the quantitative copy: the first trained tensor and all later ones."""
         self.trained = tuple(name for name, _ in self._tail.named_parameters() if is_trained(trained, name))
         """Tensors of the quantitative copy that gradients update."""
         self.frozen_names = tuple(self._frozen_part.state_dict())
         """Tensors that the structural copy needs for gates and features."""
+        self.all_names = tuple(self._frozen_part_with_scores.state_dict())
+        """Tensors that the structural copy needs for gates, features and scores."""
 
     def build_copy_pair(self, model: nn.Module) -> nn.Module:
         return CopyPair(
             NetworkPart(self._frozen_part, copy.deepcopy(model)), NetworkPart(self._tail, model), self._keep_statistics
         )
+
+    def build_tail(self, model: nn.Module, layout: output_cache.RowLayout) -> nn.Module:
+        return TrainedTail(layout, NetworkPart(self._tail, model), self._keep_statistics)
+
+    def build_observer(self, model: nn.Module, sink: Callable[[output_cache.BatchOutputs], None]) -> nn.Module:
+        """Return the frozen network. Each run passes the features and gates of a batch to `sink`."""
+        counts = len(self._entries), len(self._pools)
+        return GateObserver(NetworkPart(self._frozen_part_with_scores, model), counts, sink)
 
     def _trained_part_inputs(self) -> list[fx.Node]:
         sources = {source for node in self._trained_nodes for source in node.all_input_nodes}
@@ -216,8 +228,8 @@ class DualCopy:
             if node in sources and node not in self._trained_nodes and node.op != "get_attr"
         ]
 
-    def _build_frozen_graph(self) -> fx.Graph:
-        """Return the graph that outputs the trained part's inputs, pool indices and gates."""
+    def _build_frozen_graph(self, *, scores: bool) -> fx.Graph:
+        """Return the graph that outputs the trained part's inputs, pool indices, gates and, if set, scores."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         indices: list[fx.Node] = []
         for node in self._traced.graph.nodes:
@@ -237,7 +249,9 @@ class DualCopy:
             masks.append(graph.call_function(torch.gt, (z, 0.0)))
             if gate.cap is not None:
                 masks.append(graph.call_function(torch.ge, (z, gate.cap)))
-        graph.output((*(copies[node] for node in self._entries), *indices, *masks))
+        outputs = [*(copies[node] for node in self._entries), *indices, *masks]
+        end = next(node for node in self._traced.graph.nodes if node.op == "output").args[0]
+        graph.output((*outputs, copies[end]) if scores else tuple(outputs))
         return graph
 
     def _build_trained_graph(self) -> fx.Graph:
@@ -313,23 +327,68 @@ class NetworkPart(nn.Module):  # type: ignore[misc]
             setattr(owner, name, value)
 
 
-class CopyPair(nn.Module):  # type: ignore[misc]
-    def __init__(self, frozen: nn.Module, qk: nn.Module, keep_statistics: bool) -> None:
+class _TrainedCopy(nn.Module):  # type: ignore[misc]
+    def __init__(self, qk: nn.Module, keep_statistics: bool) -> None:
         super().__init__()
-        self.qk, self.frozen, self._keep = qk, frozen.requires_grad_(False), keep_statistics
+        self.qk, self._keep = qk, keep_statistics
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        for module in self.qk.modules():
+            if self._keep and isinstance(module, NORMS) and module.track_running_stats:
+                module.eval()
+        return self
+
+
+class CopyPair(_TrainedCopy):
+    def __init__(self, frozen: nn.Module, qk: nn.Module, keep_statistics: bool) -> None:
+        super().__init__(qk, keep_statistics)
+        self.frozen = frozen.requires_grad_(False)
 
     def train(self, mode: bool = True) -> nn.Module:
         super().train(mode)
         self.frozen.eval()
-        for module in self.qk.modules():
-            if self._keep and isinstance(module, NORMS) and module.track_running_stats:
-                module.eval()
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             frozen_outputs = self.frozen(x)
         return self.qk(*frozen_outputs)
+
+
+class TrainedTail(_TrainedCopy):
+    def __init__(self, layout: output_cache.RowLayout, qk: nn.Module, keep_statistics: bool) -> None:
+        super().__init__(qk, keep_statistics)
+        self._layout = layout
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        frozen_outputs = output_cache.unpack_rows(rows, self._layout)
+        if any(weight.ndim == 4 and weight.stride(3) > 1 for weight in self.qk.parameters()):
+            # a gate with another layout than its values is applied element by element
+            frozen_outputs = [
+                value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value
+                for value in frozen_outputs
+            ]
+        return self.qk(*frozen_outputs)
+
+
+class GateObserver(nn.Module):  # type: ignore[misc]
+    def __init__(
+        self, frozen: nn.Module, counts: tuple[int, int], sink: Callable[[output_cache.BatchOutputs], None]
+    ) -> None:
+        super().__init__()
+        self.frozen, self._counts, self._sink = frozen, counts, sink
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        *frozen_outputs, scores = self.frozen(x)
+        if not self.training:
+            values, pools = self._counts
+            self._sink(
+                output_cache.BatchOutputs(
+                    frozen_outputs[:values], frozen_outputs[values : values + pools], frozen_outputs[values + pools :]
+                )
+            )
+        return scores
 
 
 def _build_pruned_module(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:

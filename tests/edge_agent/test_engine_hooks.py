@@ -74,6 +74,18 @@ def test_what_is_held_still_does_not_move(engine):
     assert np.abs(moved[0]).max() > 1e-4
 
 
+@both
+def test_stored_examples_may_be_read_in_a_methods_own_way(engine):
+    bits = tensors.seeded_rng("bits").integers(0, 2, (20, 6)).astype(np.uint8)
+    y = bits[:, :3].argmax(axis=1)
+    unpack = Hooks(inputs=lambda x: np.unpackbits(x, axis=1, count=6).astype(np.float32))
+    start, one = numpy_engine.init_tensors(MLP, 0), engine(AMPLE)
+    packed, plain = Examples(np.packbits(bits, axis=1), y), Examples(bits.astype(np.float32), y)
+    model, _ = one.train(MLP, start, packed, Fit(batch=5), tensors.seeded_rng(0), hooks=unpack)
+    assert same_bits(model, one.train(MLP, start, plain, Fit(batch=5), tensors.seeded_rng(0))[0])
+    assert one.evaluate(MLP, model, packed, hooks=unpack) == one.evaluate(MLP, model, plain)
+
+
 def test_the_numpy_engine_refuses_what_wants_a_module():
     refused = {
         "prepare": Hooks(prepare=lambda module: module),

@@ -168,13 +168,14 @@ def test_what_does_not_fit_is_told_as_by_the_loop(engine: Any, change: dict[str,
         {"network": {"name": "cnn", "channels": 1, "size": 8, "classes": 3}},
         {"network": {"name": "plain", "channels": 1, "classes": 3}},
         {"hooks": Hooks(prepare=lambda module: module)},
+        {"hooks": Hooks(inputs=lambda x: x)},
         {"hooks": Hooks(steps=(Step(rate=lambda name: 0.5),))},
         {"fit": Fit(mixed=True)},
         {"examples": Examples(np.zeros((0, 6), np.float32), np.zeros(0, np.int64))},
     ],
 )
 def test_what_cannot_go_through_one_graph_takes_the_loop(engine: Any, change: dict[str, Any]) -> None:
-    """Convolutions, batch norm, a method's own network or steps, 16 bits, and nobody's examples."""
+    """Convolutions, batch norm, a method's own network, inputs or steps, 16 bits, and nobody's examples."""
     given = {"network": MLP, "start": start(), "examples": examples(8), "fit": Fit(), "rng": tensors.seeded_rng(0)}
     assert engine.batchable_call(**given) is not None
     assert engine.batchable_call(**{**given, **change}) is None

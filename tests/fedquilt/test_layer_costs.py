@@ -1,6 +1,7 @@
 """Work that orders predict, against torch's own count of the same training."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def counted(name: str, network: Mapping[str, Any], folder: Path, rounds: tuple[i
     )
     task, site = deliver(cache=folder / "cache")
     if rounds:
-        local = method.work(task, site).private_state  # what a device keeps is there afterwards
+        local = method.work(task, site).private_state  # what a cache and a device keep is there afterwards
         task, site = deliver(cache=folder / "cache", local=local)
     counter = FlopCounterMode(display=False)
     with counter:
@@ -164,6 +165,7 @@ def test_a_narrower_part_costs_its_share_of_every_layer():
         ("ft_part", PLAIN, {"layers": 2}),
         ("fedlora", MLP, {"rank": 4}),
         ("fedsq", PLAIN, {"trained": ["3", "6"]}),
+        ("fedsq", PLAIN, {"trained": ["3", "6"], "cache": "off"}),
     ],
     ids=str,
 )
@@ -173,10 +175,18 @@ def test_an_order_predicts_what_torch_counts(name, network, params, tmp_path):
     assert 0.9 * (flops - trial) <= work.flops <= 1.1 * flops
 
 
-def test_fedsqs_frozen_part_runs_in_every_epoch():
-    state = fedsq.METHOD.init(made(PLAIN), fedsq.Params(trained=("6",), batch=BATCH, epochs=3), 0)
-    whole = fedsq.METHOD.send(state, DeviceView("a", None)).work.flops_per_example
-    assert 3 * cost_model.forward_cost(state.layers).flops < whole < 4 * cost_model.forward_cost(state.layers).flops
+def test_fedsqs_first_round_runs_the_frozen_part_once_and_later_ones_do_not():
+    params = fedsq.Params(trained=("6",), batch=BATCH, epochs=3)
+    state = fedsq.METHOD.init(made(PLAIN), params, 0)
+    off = fedsq.METHOD.init(made(PLAIN), replace(params, cache="off"), 0)
+    first, later, never = (
+        fedsq.METHOD.send(each, DeviceView("a", None, rounds)).work.flops_per_example
+        for each, rounds in ((state, ()), (state, (0,)), (off, (0,)))
+    )
+    once = cost_model.forward_cost(state.layers).flops
+    assert first == later + once
+    assert never == later + 3 * once
+    assert later < once
 
 
 def test_an_evaluation_costs_a_forward_pass_of_the_held_out_share():

@@ -31,7 +31,7 @@ PACKS: Final[dict[str, tuple[str, ...]]] = {  # pack -> its folders and files, w
         "tools/experiments/baselines.py",
     ),
     "submodels": (
-        *(f"models/partial/{name}.py" for name in ("dual_copy", "torch_masks")),
+        *(f"models/partial/{name}.py" for name in ("dual_copy", "output_cache", "torch_masks")),
         "models/partial/width.py",
         *(f"fedquilt/methods/{name}.py" for name in ("_subnetworks", "depthfl", "fedepth", "fedlps", "fedpews")),
         *(f"fedquilt/methods/{name}.py" for name in ("fedpews_fixed", "fedsq", "fjord", "heterofl")),

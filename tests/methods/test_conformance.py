@@ -34,7 +34,7 @@ UNFIT = {  # method, and which of NETWORKS it refuses: no linear layers to adapt
     *((name, "gru") for name in CUT),
 }
 
-ODD_OF_FEDSQ = {"gates": "soft", "bn": "no", "pool": "avg", "mu": -1.0}
+ODD_OF_FEDSQ = {"gates": "soft", "bn": "no", "pool": "avg", "mu": -1.0, "cache": "int8"}
 BEGIN_OTHERWISE = {"afl", "fedstitch", "depthfl", "fedepth"}  # with donors, or with stages
 WEIGHTED = ("fedavg", "fedprox", "fednova", "fedopt", "fedbn", "moon", "fedrep", "ditto", "pfedme", "perfedavg")
 SUMS_OF_NOTHING: dict[str, Any] = {**dict.fromkeys(WEIGHTED, WeightedSums), "scaffold": scaffold.ScaffoldSums}

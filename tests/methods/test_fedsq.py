@@ -1,4 +1,4 @@
-"""FedSQ: identities with FedAvg, and what travels."""
+"""FedSQ: identities with FedAvg, what travels, and a cache that changes nothing but the time it takes."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -14,6 +14,7 @@ from fedquilt.core import (
     ClientContext,
     ClientResult,
     DeviceView,
+    EvaluationSums,
     Examples,
     Hooks,
     ModelError,
@@ -84,6 +85,12 @@ def one_task(
     return deliver_task(METHOD, order, member or members()[0], engine(), seed=5, cache=cache)
 
 
+def assert_close(one: Any, other: Any) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
 def test_with_the_last_linear_layer_alone_it_is_fedavg_bit_for_bit():
     """There is no gate behind it: weights after every round are those of FedAvg with all else held still."""
 
@@ -93,7 +100,7 @@ def test_with_the_last_linear_layer_alone_it_is_fedavg_bit_for_bit():
         answer = local_training.train_from(task, site, whole, held)
         return replace(answer, bundles={"model": {name: answer.bundles["model"][name] for name in site.load("model")}})
 
-    given = params(trained=("6",))
+    given = params(trained=("6",), cache="off")
     for ours, theirs in zip(played(given), played(given, work=fedavg_work), strict=True):
         assert tensors.pack_state(ours) == tensors.pack_state(theirs)
 
@@ -101,7 +108,7 @@ def test_with_the_last_linear_layer_alone_it_is_fedavg_bit_for_bit():
 @pytest.mark.parametrize(("mu", "work"), [(0.0, fedavg.work), (0.5, fedprox.work)])
 def test_with_gates_of_its_own_it_is_the_baseline_bit_for_bit(mu, work):
     every = tuple(sorted({name.split(".")[0] for name in bundle().load("model")}))
-    given = params(trained=every, gates="own", bn="train", mu=mu)
+    given = params(trained=every, gates="own", bn="train", cache="off", mu=mu)
     for ours, theirs in zip(played(given), played(given, work=work), strict=True):
         assert tensors.pack_state(ours) == tensors.pack_state(theirs)
 
@@ -109,12 +116,93 @@ def test_with_gates_of_its_own_it_is_the_baseline_bit_for_bit(mu, work):
 def test_at_its_start_it_tells_what_the_pre_trained_network_tells(tmp_path):
     held = members()[0].held_out
     wanted = compute_metrics(engine().evaluate(RESIDUAL, bundle().load("model"), held))
-    told = compute_metrics(fedsq.check(*one_task(params(), tmp_path)))
-    assert told == pytest.approx(wanted, rel=1e-5)
+    for cache in ("float32", "off"):
+        told = compute_metrics(fedsq.check(*one_task(params(cache=cache), tmp_path)))
+        assert told == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("bn", "pool", "gates"),
+    [("frozen_stats", "own", "own"), ("train", "sk", "frozen"), ("frozen_stats", "own", "frozen")],
+)
+def test_a_cache_changes_nothing(bn, pool, gates):
+    given = params(bn=bn, pool=pool, gates=gates)
+    cached, plain = played(given)[-1], played(replace(given, cache="off"))[-1]
+    assert_close(cached.model, plain.model)
+
+
+def test_a_cache_of_16_bits_is_near(tmp_path):
+    whole, half = (fedsq.work(*one_task(params(cache=kind), tmp_path / kind)) for kind in ("float32", "float16"))
+    for name, array in whole.bundles["model"].items():
+        np.testing.assert_allclose(half.bundles["model"][name], array, atol=5e-3)
+    assert half.metrics["cached_bytes"] < 0.6 * whole.metrics["cached_bytes"]
+
+
+class Counting(TorchEngine):
+    """Counts what is looked up."""
+
+    looked_up = 0
+
+    def evaluate(self, *args: Any, **options: Any) -> EvaluationSums:
+        self.looked_up += 1
+        return super().evaluate(*args, **options)
+
+
+def test_features_are_looked_up_once_and_again_when_they_are_gone(tmp_path):
+    counting = Counting(1 << 40, base_bytes=0)
+
+    def worked(member=None, state=None):
+        task, site = one_task(params(), tmp_path, member, state)
+        return fedsq.work(task, replace(site, engine=counting))
+
+    first = worked()
+    assert tensors.encode_tensors(worked().bundles["model"]) == tensors.encode_tensors(first.bundles["model"])
+    assert counting.looked_up == 1
+    (tmp_path / "train.rows").unlink()
+    assert tensors.encode_tensors(worked().bundles["model"]) == tensors.encode_tensors(first.bundles["model"])
+    assert counting.looked_up == 2
+    worked(member=members()[1])
+    assert counting.looked_up == 3
+    state = METHOD.init(bundle(), params(), 0)
+    worked(
+        member=members()[1],
+        state=replace(state, frozen={k: v * 1 + (k == "0.0.weight") for k, v in state.frozen.items()}),
+    )
+    assert counting.looked_up == 4
+
+
+def test_without_room_for_a_cache_it_works_without(tmp_path):
+    """cache_mb = 0 keeps nothing, and says so."""
+    task, site = one_task(params(cache_mb=0), tmp_path)
+    answer = fedsq.work(task, site)
+    assert answer.metrics["cached_bytes"] == 0
+    assert list(tmp_path.glob("*")) == []
+    plain = fedsq.work(*one_task(params(cache="off"), tmp_path))
+    assert tensors.encode_tensors(answer.bundles["model"]) == tensors.encode_tensors(plain.bundles["model"])
+
+
+def test_the_bound_is_for_both_shares_together(tmp_path, monkeypatch):
+    task, site = one_task(params(), tmp_path)
+    kept = fedsq.work(task, site).metrics["cached_bytes"]
+    (tmp_path / "other.rows").write_bytes(bytes(10**6 - int(kept)))
+    task, site = one_task(params(cache_mb=1), tmp_path)
+    fedsq.check(task, site)
+    assert not (tmp_path / "held.rows").exists()
+
+
+def test_a_cancelled_task_leaves_no_half_a_cache(tmp_path):
+    def cancel(share):
+        raise InterruptedError
+
+    task, site = one_task(params(), tmp_path)
+    with pytest.raises(InterruptedError):
+        fedsq.work(task, replace(site, progress=cancel))
+    assert not (tmp_path / "train.json").exists()
+    assert fedsq.work(task, site).metrics["cached_bytes"] > 0
 
 
 def test_only_what_is_trained_is_sent_back(tmp_path):
-    """Batch norm's statistics with bn = train alone; nothing of the frozen copy is among it."""
+    """Batch norm's statistics with bn = train alone; nothing of the frozen copy, and no feature, is among it."""
     for bn in ("frozen_stats", "train"):
         given = params(bn=bn)
         state = METHOD.init(bundle(), given, 0)
@@ -130,6 +218,8 @@ def test_only_what_is_trained_is_sent_back(tmp_path):
         assert not any(
             state.frozen[k].tobytes() in sent for k in state.frozen.keys() - names if state.frozen[k].size > 2
         )
+        rows = (tmp_path / "train.rows").read_bytes()
+        assert rows[:64] not in sent
         assert answer.private_state == {}
 
 

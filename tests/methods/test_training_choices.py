@@ -41,6 +41,7 @@ REFUSED: dict[str, dict[str, str]] = {
     **dict.fromkeys(("apfl", "fednova", "fedpews", "perfedavg", "pfedme", "scaffold"), PLAIN),
     **{key: {"augment": "a prototype is that of one class"} for key in ("fedproto", "fedtgp")},
     "fedsdg": {"adamw": NONE, "torch": NONE},  # whose optimizer is Adam
+    "fedsq": {"augment": 'augment is not possible while FedSQ caches features of the examples: set cache = "off"'},
 }
 MORE: dict[str, dict[str, Any]] = {"fedlps": {"encoder": 0.0}}
 QUICK = ("fedavg", "scaffold", "depthfl", "fedsdg", "fedpews_fixed", "heterofl", "fedrep")  # in `make test`

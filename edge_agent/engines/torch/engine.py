@@ -198,7 +198,7 @@ class TorchEngine:
                 part for number, batch in passes for part in augmentation.divide_batch(batch, micro_batch_size, number)
             )
             augmented = augmentation.Augmentation(fit.augment, seed)
-            load = partial(self._load_part, network, examples, augmented)
+            load = partial(self._load_part, network, examples, hooks, augmented)
             # transforms draw from torch's generator, which belongs to one thread
             loaded = _map_ahead(load, parts, 0 if fit.augment else BATCHES_AHEAD[self._device.type])
             for number, batch in enumerate(batches):
@@ -232,7 +232,7 @@ class TorchEngine:
             batches = list(training.mini_batches(np.arange(len(examples)), batch_size))
             unread_scores: list[tuple[np.ndarray, torch.Tensor, torch.Tensor]] = []
             with torch.inference_mode():
-                for rows, (x, y) in zip(batches, self._load_batches(network, examples, batches), strict=True):
+                for rows, (x, y) in zip(batches, self._load_batches(network, examples, batches, hooks), strict=True):
                     scores = module(x)
                     unread_scores.append((examples.y[rows], scores, training_step.total_loss(task, scores, y)))
                     if len(unread_scores) >= READ_INTERVAL[self._device.type]:
@@ -260,7 +260,7 @@ class TorchEngine:
             group = properties.weights_bytes + examples_per_gradient * peak_memory.bytes_per_example(properties)
             groups = training.fitting_batch_size(room, group, fisher.MAX_GRADIENTS)
             rows = training.mini_batches(np.arange(len(examples)), groups * examples_per_gradient)
-            parts = self._load_batches(network, examples, rows)
+            parts = self._load_batches(network, examples, rows, hooks)
             loss = partial(training_step.total_loss, metrics.task_from_network(network))
             diagonal = fisher.fisher_diagonal(
                 module, parts, examples_per_gradient, lambda scores, y: loss(scores, y) / len(y)
@@ -284,7 +284,7 @@ class TorchEngine:
         start = {name: start[name] for name in start if name in model_state or name not in model.state_dict()}
         training.require_shapes(start, {name: tuple(value.shape) for name, value in model_state.items()})
         training_step.enable_gradients(model, hooks)
-        properties, outputs = self._probe_network(model, network, examples)
+        properties, outputs = self._probe_network(model, network, examples, hooks)
         evaluation_sums.require_targets(examples, outputs, metrics.task_from_network(network))
         with torch.no_grad():  # after the probe, which changes the statistics of batch normalisation
             for name, value in model_state.items():
@@ -305,10 +305,10 @@ class TorchEngine:
         return torch.channels_last if use_channels_last else torch.contiguous_format
 
     def _probe_network(
-        self, model: nn.Module, network: Mapping[str, Any], examples: Examples
+        self, model: nn.Module, network: Mapping[str, Any], examples: Examples, hooks: Hooks
     ) -> tuple[peak_memory.TrainingProperties, int]:
         # Batch normalisation requires at least two examples.
-        x, _ = self._load_batch(network, examples, np.array([0, len(examples) - 1]))
+        x, _ = self._load_batch(network, examples, np.array([0, len(examples) - 1]), hooks)
         try:
             properties, scores = peak_memory.measure_training(model, x)
         except RuntimeError as error:
@@ -327,25 +327,26 @@ class TorchEngine:
         return properties, scores.shape[1]
 
     def _load_batches(
-        self, network: Mapping[str, Any], examples: Examples, parts: Iterable[np.ndarray]
+        self, network: Mapping[str, Any], examples: Examples, parts: Iterable[np.ndarray], hooks: Hooks
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        load = partial(self._load_batch, network, examples)
+        load = partial(self._load_batch, network, examples, hooks=hooks)
         return _map_ahead(load, parts, BATCHES_AHEAD[self._device.type])
 
     def _load_part(
         self,
         network: Mapping[str, Any],
         examples: Examples,
+        hooks: Hooks,
         augmented: augmentation.Augmentation,
         part: augmentation.Part,
     ) -> tuple[torch.Tensor, torch.Tensor | training_step.MixedTargets]:
         def load(positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
             rows = part.batch[positions]
             x = augmented.transform_examples(examples.x[rows], part, positions)
-            return self._load_batch(network, Examples(x, examples.y[rows]), np.arange(len(rows)))
+            return self._load_batch(network, Examples(x, examples.y[rows]), np.arange(len(rows)), hooks)
 
         if not augmented.is_used:
-            return self._load_batch(network, examples, part.batch[part.positions])
+            return self._load_batch(network, examples, part.batch[part.positions], hooks)
         x, y = load(part.positions)
         if (mixture := augmented.mixture_of_part(part)) is None:
             return x, y
@@ -354,9 +355,9 @@ class TorchEngine:
         return share * x + (1 - share) * other_x, training_step.MixedTargets(y, other_y, share)
 
     def _load_batch(
-        self, network: Mapping[str, Any], examples: Examples, rows: np.ndarray
+        self, network: Mapping[str, Any], examples: Examples, rows: np.ndarray, hooks: Hooks
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.from_numpy(training.network_inputs(examples.x[rows], network))
+        x = torch.from_numpy(training.network_inputs(examples.x[rows], network, hooks.inputs))
         y = training_step.targets_tensor(metrics.task_from_network(network), examples.y[rows])
         if self._device.type == "cpu":
             return x, y

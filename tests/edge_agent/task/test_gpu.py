@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +11,9 @@ import pytest
 from children import Place, child, run_request
 
 from fedquilt.arrays import tensors
-from fedquilt.core import DataError, Examples, Fit, UpdateError
+from fedquilt.core import DataError, Examples, Fit, Hooks, UpdateError
 from fedquilt.costs import peak_memory
-from fedquilt.edge_agent.engines import numpy_engine, training
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.edge_agent.task import main
 
 torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine")
@@ -210,15 +209,14 @@ def test_what_is_prepared_and_read_together_changes_no_bit(monkeypatch: pytest.M
 
 def test_examples_that_cannot_be_prepared_fail_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     network = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
-    seen, inputs = [], training.network_inputs
+    seen = []
 
-    def failing_inputs(x: np.ndarray, table: Mapping[str, Any]) -> np.ndarray:
+    def inputs(x: np.ndarray) -> np.ndarray:
         seen.append(len(x))
         if len(seen) > 3:
             raise DataError("the file is damaged")
-        return inputs(x, table)
+        return x
 
-    monkeypatch.setattr(training, "network_inputs", failing_inputs)
     monkeypatch.setitem(torch_engine.BATCHES_AHEAD, "cpu", 2)
     with pytest.raises(DataError, match="the file is damaged"):
         torch_engine.TorchEngine(1 << 40).train(
@@ -227,4 +225,5 @@ def test_examples_that_cannot_be_prepared_fail_the_training(monkeypatch: pytest.
             Examples(np.zeros((20, 4), np.float32), np.arange(20) % 2),
             Fit(batch=4),
             tensors.seeded_rng(1),
+            hooks=Hooks(inputs=inputs),
         )

@@ -1,16 +1,20 @@
-"""Networks in two copies: identities that hold for every architecture."""
+"""Networks in two copies: identities that hold for every architecture, and rows of bytes that hold what was seen."""
 
 import copy
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
-from fedquilt.core import ModelError
+from fedquilt.core import ModelError, StoreError
 
 torch = pytest.importorskip("torch", reason="the copies are torch networks")
 
 from fedquilt.models.networks import registry  # noqa: E402
+from fedquilt.models.partial import output_cache  # noqa: E402
 from fedquilt.models.partial.dual_copy import DualCopy  # noqa: E402
+from fedquilt.models.partial.output_cache import BatchOutputs, CachedRows, NoRoomError, RowLayout, RowWriter  # noqa: E402
 
 nn = torch.nn
 
@@ -45,12 +49,18 @@ def built(network: dict[str, Any], size: int, spread: float = 1.0) -> tuple[Any,
 
 
 def filled(module: Any, model: Any) -> Any:
-    """A pair whose both copies hold the network's tensors."""
+    """A pair or a tail whose both copies hold the network's tensors."""
     held = model.state_dict()
     with torch.no_grad():
         for name, value in module.state_dict().items():
             value.copy_(held[name.partition(".")[2]])
     return module.eval()
+
+
+def seen_by(dual: DualCopy, network: dict[str, Any], model: Any, x: Any) -> BatchOutputs:
+    caught: list[BatchOutputs] = []
+    filled(dual.build_observer(registry.build_network(network), caught.append), model)(x)
+    return caught[0]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +77,25 @@ def test_two_equal_copies_are_the_network_bit_for_bit(network, trained, size):
         for pool in ("own", "sk"):
             pair = filled(DualCopy(network, trained, pool=pool).build_copy_pair(copy.deepcopy(model)), model)
             assert torch.equal(pair(x), wanted)
+
+
+@pytest.mark.parametrize("pool", ["own", "sk"])
+@pytest.mark.parametrize(("network", "trained", "size"), NETWORKS[:5], ids=[n["name"] for n, _, _ in NETWORKS[:5]])
+def test_rows_that_were_kept_give_what_the_two_copies_give(network, trained, size, pool):
+    model, x = built(network, size)
+    dual = DualCopy(network, trained, pool=pool)
+    seen = seen_by(dual, network, model, x)
+    layout = output_cache.make_row_layout(seen, is_float16=False)
+    rows = torch.from_numpy(output_cache.pack_rows(seen, layout))
+    pair = filled(dual.build_copy_pair(registry.build_network(network)), model)
+    tail = filled(dual.build_tail(registry.build_network(network), layout), model)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, value in pair.qk.named_parameters():
+            value.add_(0.3 * torch.randn(value.shape, generator=draw))
+            tail.qk.get_parameter(name).copy_(value)
+        assert torch.equal(tail(rows), pair(x))
+        assert not torch.allclose(pair(x), model(x))
 
 
 def test_averaging_the_weights_of_one_trained_layer_averages_its_scores():
@@ -158,3 +187,87 @@ def test_a_network_that_branches_on_values_is_refused_by_name(monkeypatch):
 def test_a_schedule_that_trains_nothing_is_refused():
     with pytest.raises(ModelError, match="uses no tensor of nowhere"):
         DualCopy(CNN, ["nowhere"])
+
+
+def seen() -> BatchOutputs:
+    draw = torch.Generator().manual_seed(0)
+    return BatchOutputs(
+        [torch.randn(3, 2, 5, generator=draw)],
+        [torch.randint(0, 99, (3, 1, 2, 2), generator=draw)],
+        [torch.rand(3, 11, generator=draw) > 0.5, torch.rand(3, 2, 3, generator=draw) > 0.5],
+    )
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_rows_hold_what_was_seen(half):
+    """10 values, 4 indices, 11 and 6 bits: 40 + 16 + 2 + 1 bytes filled up to 60; with 16-bit values 20 less."""
+    wanted = seen()
+    layout = output_cache.make_row_layout(wanted, is_float16=half)
+    rows = output_cache.pack_rows(wanted, layout)
+    assert rows.shape == (3, 60 - 20 * half)
+    value, index, *masks = output_cache.unpack_rows(torch.from_numpy(rows), layout)
+    kept = wanted.values[0].half().float() if half else wanted.values[0]
+    assert torch.equal(value, kept)
+    assert torch.equal(index, wanted.indices[0].int())
+    assert all(torch.equal(one, other) for one, other in zip(masks, wanted.masks, strict=True))
+
+
+def test_values_too_large_for_16_bits_are_refused():
+    """Infinity would be kept otherwise."""
+    large = seen()._replace(values=[torch.full((3, 1), 1e6)])
+    with pytest.raises(ModelError, match="do not fit 16 bits"):
+        output_cache.pack_rows(large, output_cache.make_row_layout(large, is_float16=True))
+
+
+def test_what_is_no_batch_cannot_be_kept():
+    with pytest.raises(ModelError, match='set cache = "off"'):
+        output_cache.make_row_layout(seen()._replace(values=[torch.zeros(2, 1)]), is_float16=False)
+
+
+def test_a_file_gives_rows_in_any_order_and_is_found_by_its_key(tmp_path):
+    writer = RowWriter(tmp_path / "cache", "train", 6, is_float16=False, limit_bytes=360)
+    writer.write_batch(seen())
+    writer.write_batch(seen())
+    kept = writer.finish("k")
+    folder = tmp_path / "cache"
+    assert output_cache.find_complete_rows(folder, "train", "k", 6) == kept
+    assert output_cache.find_complete_rows(folder, "train", "other", 6) is None
+    assert output_cache.find_complete_rows(folder, "train", "k", 5) is None
+    assert output_cache.find_complete_rows(folder, "held", "k", 6) is None
+    rows = CachedRows(folder / "train.rows", kept)
+    wanted = output_cache.pack_rows(seen(), kept.layout)
+    np.testing.assert_array_equal(rows[np.array([4, 0])], wanted[[1, 0]])
+    whole = (folder / "train.rows").read_bytes()
+    (folder / "train.rows").write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    np.testing.assert_array_equal(rows[np.array([4])], wanted[[1]])
+    with pytest.raises(StoreError, match=r"is damaged: the next task recreates it"):
+        rows[np.array([0])]
+    assert output_cache.find_complete_rows(folder, "train", "k", 6) is None
+    with (folder / "train.rows").open("ab") as file:
+        file.truncate(100)
+    assert output_cache.find_complete_rows(folder, "train", "k", 6) is None
+    with pytest.raises(StoreError, match="truncated"):
+        rows[np.array([4])]
+    (folder / "train.rows").unlink()
+    with pytest.raises(StoreError, match="cannot read"):
+        rows[np.array([0])]
+    (folder / "train.json").write_bytes(b'{"key": 1')
+    assert output_cache.find_complete_rows(folder, "train", "k", 6) is None
+
+
+def test_a_file_is_not_begun_where_it_would_be_too_large(tmp_path):
+    (tmp_path / "train.rows").write_bytes(b"old")
+    with pytest.raises(NoRoomError, match="360 bytes"):
+        RowWriter(tmp_path, "train", 6, is_float16=False, limit_bytes=359).write_batch(seen())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_no_room(tmp_path):
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(NoRoomError):
+        RowWriter(tmp_path / "cache", "train", 6, is_float16=False, limit_bytes=10**6).write_batch(seen())
+
+
+def test_a_layout_survives_json():
+    layout = output_cache.make_row_layout(seen(), is_float16=True)
+    assert msgspec.json.decode(msgspec.json.encode(layout), type=RowLayout) == layout

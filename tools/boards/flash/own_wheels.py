@@ -39,7 +39,7 @@ BOARD_FILES: Final = (
 )
 # what these folders have for coordinators and simulations
 NOT_ON_BOARDS: Final = (
-    *("data/compatibility.py", "data/inspection.py", "formats/checksummed_json.py", "formats/job_bundle.py"),
+    *("data/compatibility.py", "data/inspection.py", "formats/job_bundle.py"),
     *("edge_agent/engines/batch_training.py", "edge_agent/engines/torch/batch_engine.py"),
     *("models/networks/onnx_file.py", "models/partial/dependency_trace.py"),
     *("models/stitching/onnx/", "models/stitching/search/ranking.py"),
