@@ -140,20 +140,6 @@ def test_nothing_is_run_twice_that_could_be_kept(score_at, tmp_path):
     assert all(np.array_equal(scores[0][name], scores[2][name]) for name in scores[0])
 
 
-def test_a_hopeless_candidate_is_dropped_after_a_few_images(tmp_path):
-    full, _, _ = score_twice(tmp_path / "full", score_at="output")
-    scores, runs, _ = score_twice(tmp_path / "early", score_at="output", early=6, early_margin=0.0)
-    level, kept = scores[1]["level"], full[1]["score"]
-    assert 0 < level.sum() < len(level)
-    assert np.array_equal(scores[1]["score"][level == 1], kept[level == 1])
-    assert scores[1]["score"][level == 0].max() < np.sort(kept[level == 1])[-2]
-    assert set(scores[1]["picks"].tolist()) <= set(np.flatnonzero(level).tolist())
-    assert sum(runs[1].values()) == 2 * level.sum() + (level == 0).sum()
-    generous, _, _ = score_twice(tmp_path / "never", score_at="output", early=6, early_margin=1.0)
-    assert generous[1]["level"].all()
-    assert np.array_equal(generous[1]["score"], kept)
-
-
 def test_a_task_brings_only_the_files_it_needs():
     bundle, _ = build_donors()
     state = METHOD.init(bundle, SearchSettings(**{**SMALL, "score_at": "input", "completion": False}), 3)

@@ -66,31 +66,18 @@ class BlockRunner:
         """Free the engine's memory until `size` bytes are available beside the stacks and the task's arrays."""
         self._site.engine.make_room(size + self._reserved_bytes)
 
-    def run_block(
-        self,
-        block: Block,
-        source: ActivationSource,
-        first: int = 0,
-        last: int | None = None,
-        target: ActivationStack | None = None,
-    ) -> ActivationStack:
-        """Run a block on examples [first, last) and append the output to `target`, or to a new stack."""
-        last = source.shape[0] if last is None else last
-        output = target or self.shelf.make_stack((last, *block.out_shape))
-        *inner, final = block.stages
+    def run_block(self, block: Block, source: ActivationSource, count: int | None = None) -> ActivationStack:
+        """Return the output of a block for the first `count` examples, or for all."""
+        count = source.shape[0] if count is None else count
         flops = block.flops / sum(len(stage) for stage in block.stages)
-        offset = 0
-        for stage in inner:
-            stage_output: ActivationStack | None = None
-            for y in self._iterate_stage_outputs(stage, source, first - offset, last - offset, flops):
-                stage_output = stage_output or self.shelf.make_stack((last - first, *y.shape[1:]))
-                stage_output.append(y)
-                del y
-            assert stage_output is not None, "no examples"
-            source, offset = stage_output, first
-        for y in self._iterate_stage_outputs(final, source, first - offset, last - offset, flops):
-            output.append(y)
-            del y  # before the next batch runs, to free its memory
+        output: ActivationStack | None = None
+        for stage in block.stages:
+            maps, output = output or source, None
+            for y in self._iterate_stage_outputs(stage, maps, count, flops):
+                output = output or self.shelf.make_stack((count, *y.shape[1:]))
+                output.append(y)
+                del y  # before the next batch runs, to free its memory
+        assert output is not None, "no examples"
         return output
 
     def run_path(
@@ -119,21 +106,21 @@ class BlockRunner:
         return self.shelf.find(cache_key(path, rows, "path"), (len(rows), *path[-1].out_shape))
 
     def _iterate_stage_outputs(
-        self, stage: Sequence[str], source: ActivationSource, first: int, last: int, flops: float
+        self, stage: Sequence[str], source: ActivationSource, count: int, flops: float
     ) -> Iterator[np.ndarray]:
         if len(stage) == 1:
-            yield from self._iterate_graph_outputs(stage[0], source, first, last, flops)
+            yield from self._iterate_graph_outputs(stage[0], source, count, flops)
             return
-        tiles = [np.concatenate([*self._iterate_graph_outputs(graph, source, first, last, flops)]) for graph in stage]
+        tiles = [np.concatenate([*self._iterate_graph_outputs(graph, source, count, flops)]) for graph in stage]
         yield np.concatenate(tiles, axis=1)
 
     def _iterate_graph_outputs(
-        self, graph: str, source: ActivationSource, first: int, last: int, flops: float
+        self, graph: str, source: ActivationSource, count: int, flops: float
     ) -> Iterator[np.ndarray]:
         path, engine = self._site.path(graph), self._site.engine
         size = engine.batch(path, self._reserved_bytes, source.example_bytes)
-        for start in range(first, last, size):
-            stop = min(start + size, last)
+        for start in range(0, count, size):
+            stop = min(start + size, count)
             self._site.progress(min(self._done_flops / self._flops, 1.0))
             self._done_flops += flops * (stop - start)
             yield engine.run(path, source.read_examples(start, stop))

@@ -45,8 +45,6 @@ class ScoreRequest(StitchingRequest):
     estimator: cka.Estimator
     samples: int
     screen: int
-    early: int  # images after which a hopeless candidate is dropped, or 0 for never
-    early_margin: float  # a candidate is hopeless this far below the K-th best
     positions: int  # positions of maps that a junction is fitted on
     ridge: float
     bias: bool
@@ -62,9 +60,9 @@ def score_pool(request: ScoreRequest, site: ClientContext) -> ClientResult:
     The result has the arrays of `vote.Ballot`. The input score compares the path's maps with the maps that the
     candidate reads in its donor, without a junction and without running the candidate. The output score fits a junction
     on other images than are scored (on the same images every wide block interpolates and scores 1) and compares the
-    candidate's output with its output in the donor. In mode "hybrid" all blocks get the input
-    score, and the best few also the output score. Blocks whose output was scored on all images have level 1, all
-    others level 0. Metric "doubtful" counts scores that are 0 because one of the compared arrays does not vary.
+    candidate's output with its output in the donor. In mode "hybrid" all blocks get the input score, and the best few
+    also the output score. Blocks with an output score have level 1, all others level 0. Metric "doubtful" counts scores
+    that are 0 because one of the compared arrays does not vary.
     """
     scorer = _BlockScorer(request, site)
     scores_by_block, level = scorer.score_candidate_inputs(), np.zeros(len(request.pool), np.int64)
@@ -73,11 +71,10 @@ def score_pool(request: ScoreRequest, site: ClientContext) -> ClientResult:
     values = screen.copy()
     if request.score_at != "input":
         order = order if request.score_at == "output" else order[: request.screen]
-        for j, (early, full) in zip(order, scorer.score_early_and_full(order), strict=True):
+        for j, score in zip(order, scorer.score_outputs(order), strict=True):
+            scores_by_block[j], values[j], level[j] = score, score.value, 1
             if request.score_at == "output":
-                screen[j] = values[j] = early.value
-            if full is not None:
-                scores_by_block[j], values[j], level[j] = full, full.value, 1
+                screen[j] = score.value
     picks, explored = vote.choose_picks(
         values, level, request.pool, request.k, request.epsilon, request.coin, request.spread
     )
@@ -128,44 +125,22 @@ class _BlockScorer:
         gram = self.local[name] if native else self._compute_gram(self._compute_path_output_once(), self.count)
         return [self._compare_with_cached_gram(gram, _gram_name(block, -1)) for block in self._pool]
 
-    def score_early_and_full(self, candidates: Iterable[int]) -> Iterator[tuple[cka.CkaScore, cka.CkaScore | None]]:
-        """Yield each candidate's score on some images, and on all images or None if the first is too low."""
+    def score_outputs(self, candidates: Iterable[int]) -> Iterator[cka.CkaScore]:
         blocks = [self._pool[j] for j in candidates]
         junctions = self._fit_junctions(blocks)
-        best: list[float] = []
         for block in blocks:
-            floor = (
-                sorted(best)[-self._request.k] - self._request.early_margin if len(best) >= self._request.k else -np.inf
-            )
             junction = None
             if block.id in junctions:
                 weights, bias = junctions.pop(block.id)
                 junction = {"weights": weights.read_examples(0, len(bias)), "bias": bias}
-            early, full = self._score_early_and_full(block, junction, floor)
-            if full is not None:
-                best.append(full.value)
-            yield early, full
+            yield self._score_output(block, junction)
 
-    def _score_early_and_full(
-        self, block: Block, junction: Tensors | None, floor: float
-    ) -> tuple[cka.CkaScore, cka.CkaScore | None]:
+    def _score_output(self, block: Block, junction: Tensors | None) -> cka.CkaScore:
         if junction is None and stitched_network.is_native_path(self._path):
-            score = cka.CkaScore(1.0, True)  # CKA of equal matrices
-            return score, score
+            return cka.CkaScore(1.0, True)  # CKA of equal matrices
         source = block_runner.apply_junction_lazily(self._compute_path_output_once(), junction, block)
-        outputs = self._runner.shelf.make_stack((self.count, *block.out_shape))
-        early_count = self._request.early if self._request.early < self.count else 0
-        if early_count:
-            self._runner.run_block(block, source, 0, early_count, outputs)
-            early = self._score_first_outputs(block, outputs, early_count)
-            if early.value < floor:
-                return early, None
-        self._runner.run_block(block, source, early_count, self.count, outputs)
-        full = self._score_first_outputs(block, outputs, self.count)
-        return (early if early_count else full), full
-
-    def _score_first_outputs(self, block: Block, outputs: ActivationStack, examples: int) -> cka.CkaScore:
-        return self._compare_with_cached_gram(self._compute_gram(outputs, examples), _gram_name(block))
+        gram = self._compute_gram(self._runner.run_block(block, source, self.count), self.count)
+        return self._compare_with_cached_gram(gram, _gram_name(block))
 
     def _compare_with_cached_gram(self, gram: np.ndarray, reference: str) -> cka.CkaScore:
         reference_gram = self.local[reference][: len(gram), : len(gram)]
@@ -184,7 +159,7 @@ class _BlockScorer:
             maps: ActivationSource = self._images
             for block in chain[: uncached[-1] + 1] if uncached else ():
                 feeds = self._fits_junctions and block is not chain[-1]  # a candidate reads this block's output
-                maps = self._runner.run_block(block, maps, 0, len(self._rows) if feeds else self.count)
+                maps = self._runner.run_block(block, maps, len(self._rows) if feeds else self.count)
                 if _gram_name(block) not in self.local:
                     self.local[_gram_name(block)] = self._compute_gram(maps, self.count)
                 if feeds:

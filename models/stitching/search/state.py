@@ -58,8 +58,6 @@ class SearchSettings(SearchParams):
     space_margin: Positive = 2.0  # gap of scores in standard errors that drops a shallower block; 0: as in the paper
     # scores
     screen: Count = 8  # with "hybrid": number of blocks that are scored by their output
-    early: Annotated[int, Meta(ge=0)] = 16  # images after which the scoring of a hopeless output stops; 0: never
-    early_margin: Share = 0.2  # gap to the K-th best score that makes an output hopeless
     positions: Annotated[int, Meta(ge=16)] = 1024  # positions of maps on which the junction for a score is fitted
     estimator: cka.Estimator = "unbiased"
     # votes
@@ -89,7 +87,6 @@ PAPER: Mapping[str, Any] = {
     "space_margin": 0.0,
     "samples": 64,
     "score_at": "output",
-    "early": 0,
     "estimator": "biased",
     "spread": False,
     "theta": 0.6,

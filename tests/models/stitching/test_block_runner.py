@@ -105,13 +105,12 @@ def test_stacks_leave_room_for_the_matrices_of_their_task(matrices_bytes, kind, 
     assert isinstance(run.shelf.make_stack((10, 12)), kind)
 
 
-def test_a_block_goes_on_where_it_stopped(tmp_path):
+def test_a_block_runs_on_the_first_examples_alone(tmp_path):
     run, runner, _ = flowing(tmp_path)
-    made = run.shelf.make_stack((10, 12))
-    run.run_block(TILED, MemoryStack.from_array(X), 0, 3, made)
-    run.run_block(TILED, MemoryStack.from_array(X), 3, 10, made)
-    np.testing.assert_allclose(made.read_examples(0, 10), WHOLE, atol=1e-5)
-    assert sum(n for name, n in runner.runs if name == "pool") == 10
+    made = run.run_block(TILED, MemoryStack.from_array(X), 7)
+    assert made.shape == (7, 12)
+    np.testing.assert_allclose(made.read_examples(0, 7), WHOLE[:7], atol=1e-5)
+    assert sum(n for name, n in runner.runs if name == "pool") == 7
 
 
 def test_a_path_begins_where_it_is_known_and_is_kept_for_later(tmp_path):

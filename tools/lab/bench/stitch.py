@@ -255,7 +255,7 @@ def _time_scoring(
 ) -> tuple[np.ndarray, np.ndarray, Tensors]:
     site = replace(scoring_round.site, engine=engine, cache_folder=cache, private_state=private_state)
     started = _read_clocks()
-    result = scoring.score_pool(replace(scoring_round.request, score_at=score_at, early=0), site)
+    result = scoring.score_pool(replace(scoring_round.request, score_at=score_at), site)
     return _read_clocks() - started, result.bundles["scores"]["score"], result.private_state
 
 
