@@ -1,5 +1,6 @@
 """How a search scores candidates: by variance, by output, by the labels; and what that costs a device."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,16 @@ import pytest
 from joint_runs import SMALL
 from searches import play, played
 
-from fedquilt.core import Aggregation, BlobRef, DeviceUpdate, DeviceView, JobError
+from fedquilt.core import Aggregation, BlobRef, DeviceUpdate, DeviceView, JobError, Tensors
 from fedquilt.data import inputs
 from fedquilt.methods.fedstitch import METHOD, SearchState
 from fedquilt.models.stitching import stitched_network
+from fedquilt.models.stitching.algebra import cka, least_squares
 from fedquilt.models.stitching.device import block_runner, scoring
 from fedquilt.models.stitching.search import steps
 from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings
+from fedquilt.models.stitching.stitched_network import Block
 from fedquilt.testing.toy_networks import build_donors, deliver_task, image_devices
-from fedquilt.tools.lab.bench import stitch
 
 
 def score_answers(**changes: Any) -> tuple[SearchState, dict[str, np.ndarray], dict[str, float]]:
@@ -101,6 +103,37 @@ def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray
     return scores, runs, again
 
 
+def score_output(
+    path: Sequence[Block],
+    junctions: Sequence[Tensors | None],
+    donor_blocks: Sequence[Block],
+    run: Callable[[Block, np.ndarray], np.ndarray],
+    scored: np.ndarray,
+    fitted: np.ndarray,
+    positions: np.ndarray,
+    ridge: float,
+) -> float:
+    """Return the CKA on `scored` images of a candidate's outputs after the path and in its donor.
+
+    The candidate is the last of `donor_blocks`. Its junction is solved on `fitted` images, from the vectors at
+    `positions` in its input maps, flattened to n * h * w.
+    """
+    candidate = donor_blocks[-1]
+    path_outputs = stitched_network.run_path(path, junctions, run, np.concatenate([scored, fitted]))
+    donor_outputs = stitched_network.run_path(
+        donor_blocks[:-1], [None] * (len(donor_blocks) - 1), run, np.concatenate([scored, fitted])
+    )
+    n = len(scored)
+    junction = None
+    if not stitched_network.is_continuation(path[-1], candidate):
+        x = inputs.resize_maps(path_outputs[n:], *candidate.in_shape[1:])
+        rows = [maps.transpose(0, 2, 3, 1).reshape(-1, maps.shape[1])[positions] for maps in (x, donor_outputs[n:])]
+        weights, bias = least_squares.RidgeFit(rows[0], ridge).solve_weights(rows[1])
+        junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
+    output = run(candidate, stitched_network.apply_junction(path_outputs[:n], junction, candidate))
+    return cka.cka(cka.gram_matrix(output), cka.gram_matrix(run(candidate, donor_outputs[:n]))).value
+
+
 def test_the_naive_procedure_gives_the_same_scores(tmp_path):
     bundle, runner = build_donors()
     state = METHOD.init(bundle, SearchSettings(**SMALL), 3)
@@ -121,7 +154,7 @@ def test_the_naive_procedure_gives_the_same_scores(tmp_path):
     for name, score in zip(pool, scores[0]["score"], strict=True):
         own = [blocks[f"{blocks[name].donor}.{i}"] for i in range(blocks[name].index + 1)]
         positions = block_runner.draw_positions(16, blocks[name].in_shape, 40)
-        found = stitch.score_output(path, [None, junction], own, run, shown[:16], shown[16:], positions, 1e-4)
+        found = score_output(path, [None, junction], own, run, shown[:16], shown[16:], positions, 1e-4)
         assert found == pytest.approx(score, abs=1e-5)
 
 

@@ -19,17 +19,21 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.core import Bundle, DeviceView, ModelError
+from fedquilt.core import Bundle, DeviceView, Examples, ModelError
+from fedquilt.data import inputs
 from fedquilt.edge_agent.task import memory_budget
+from fedquilt.formats import job_bundle
 from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.search import candidates, steps
 from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings, SearchState
 from fedquilt.models.stitching.vote import Winner
-from fedquilt.tools.lab.bench.stitch import IMAGES, draw_examples, prepare_donors
-from fedquilt.tools.report.thresholds import compare_at_most, format_figures
+from fedquilt.tools.artefacts.prepare import prepare_bundle
 from fedquilt.tools.simulation.task_process import TaskProcess
+from tests.benches.figures import compare_at_most
 
+DONORS = ("alexnet", "densenet121", "mobilenet_v2", "resnet50", "vgg16")
+IMAGES = 64
 LIMITS_MB = {"under_160_mb": 160, "under_100_mb": 100}
 TASK_PREFIXES = {"scoring": "output scores", "moments": "moments"}  # by figure, of the descriptions of its tasks
 
@@ -59,11 +63,28 @@ def measure(size: int = 224) -> dict[str, Any]:
     }
     differences = [abs(task["peak_mb"] - task["outside_mb"]) for tasks in runs.values() for task in tasks]
     return {
-        "bench": "memory",
-        "size": size,
-        "tasks": runs,
+        "lines": _format_tasks(size, runs),
         "figures": {**figures, "own_and_outside_accounts_differ_by": compare_at_most(max(differences), 8, "MB")},
     }
+
+
+def prepare_donors(folder: Path, size: int) -> Bundle:
+    """Write a bundle with the paper's five networks, cut into blocks, with seeded random weights."""
+    print(f"preparing {', '.join(DONORS)} at {size} pixels", file=sys.stderr, flush=True)
+    donors = [
+        {"name": name.partition("_")[0], "network": {"name": f"torchvision/{name}"}, "seed": 1} for name in DONORS
+    ]
+    images = {"channels": 3, "size": size, "mean": [0.5], "std": [0.25]}
+    prepare_bundle({"labels": [str(i) for i in range(10)], "input": images, "donors": donors}, folder)
+    return job_bundle.load_bundle(folder)
+
+
+def draw_examples(count: int) -> Examples:
+    """Return smooth random images (count, 32, 32, 3), uint8, whose feature maps are not mere noise."""
+    draws = np.random.default_rng(5)
+    coarse = draws.uniform(0, 255, size=(count, 3, 5, 5)).astype(np.float32)
+    x = inputs.resize_maps(coarse, 32, 32).transpose(0, 2, 3, 1).astype(np.uint8)
+    return Examples(x, draws.integers(0, 10, size=count))
 
 
 def _peaks(tasks: Sequence[Mapping[str, Any]], prefix: str) -> list[float]:
@@ -125,11 +146,11 @@ def _measure_tasks(
     return tasks
 
 
-def format_result(result: dict[str, Any]) -> list[str]:
-    text = [f"{result['size']} pixels, {IMAGES} images, MB above the bare process"]
-    for name, tasks in result["tasks"].items():
+def _format_tasks(size: int, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    text = [f"{size} pixels, {IMAGES} images, MB above the bare process"]
+    for name, tasks in runs.items():
         text.append(f"    at most {LIMITS_MB[name]} MB{'own':>55} {'outside':>8} {'seconds':>8}")
         for task in tasks:
             row = f"{task['peak_mb']:8.1f} {task['outside_mb']:8.1f} {task['seconds']:8.1f}"
             text.append(f"    {task['task']:60} {row}")
-    return [*text, *format_figures(result)]
+    return text
