@@ -36,10 +36,8 @@ log = logging.getLogger("fedquilt.enrol")
 
 
 class EnrolmentService:
-    def __init__(
-        self, authority: CertificateAuthority, days: float | None = None, clock: Callable[[], float] = clock_s
-    ) -> None:
-        self.authority, self._days, self._clock = authority, days, clock
+    def __init__(self, authority: CertificateAuthority, clock: Callable[[], float] = clock_s) -> None:
+        self.authority, self._clock = authority, clock
 
     def enrol_device(self, request: SigningRequest) -> IssuedCertificate:
         """Redeem a token and return a certificate, or the earlier one if its response was lost.
@@ -103,7 +101,7 @@ class EnrolmentService:
             times_s = (newest.issued_s, newest.ends_s, now_s)
             if not is_renewal_due(*(datetime.datetime.fromtimestamp(s, datetime.timezone.utc) for s in times_s)):
                 return newest
-            renewed = self.authority.sign_certificate(current.name, "device", key, now_s, days=self._days)
+            renewed = self.authority.sign_certificate(current.name, "device", key, now_s)
         log.info("renewed %s, certificate until %s", renewed.name, format_time(renewed.ends_s))
         return renewed
 
@@ -115,7 +113,7 @@ class EnrolmentService:
         ]
         for cert in other_certs:
             self.authority.register.revoke_certificate(cert.serial, now_s)
-        certificate = self.authority.sign_certificate(device, "device", key, now_s, days=self._days)
+        certificate = self.authority.sign_certificate(device, "device", key, now_s)
         if other_certs:
             self.authority.write_crl(now_s)
             log.warning("%s has a new key, its old certificate is revoked: copy crl.pem to the brokers", device)
@@ -161,11 +159,10 @@ class EnrolmentServer:
         port: int,
         hosts: Sequence[str],
         *,
-        days: float | None = None,
         clock: Callable[[], float] = clock_s,
         connections: ConnectionLimiter | None = None,
     ) -> None:
-        self._service = EnrolmentService(authority, days, clock)
+        self._service = EnrolmentService(authority, clock)
         self.hosts, self._clock = tuple(hosts), clock
         self._lock = threading.Lock()  # for the authority's register
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

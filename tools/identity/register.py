@@ -110,13 +110,15 @@ class CertificateRegister:
     # -- tokens --
 
     def create_token(self, pattern: str, validity_s: float, now_s: float) -> str:
-        """Store and return a token for one device of a pattern, or raise JobError for an invalid pattern."""
+        """Store and return a token for one device of a pattern, or raise JobError for an invalid pattern.
+
+        The caller must hold a `transaction`, in which it also writes the token's file: an error leaves no token.
+        """
         if not PATTERN.match(pattern):
             raise JobError(f"{pattern!r} is neither a device id nor a pattern: write one such as orin-01 or 'orin-*'")
         token = secrets.token_urlsafe(24)
         row: tuple[Any, ...] = (_hash_token(token), pattern, now_s, now_s + validity_s, None, None, None)
-        with self.transaction():
-            self._db.execute("INSERT INTO token VALUES (?,?,?,?,?,?,?)", row)
+        self._db.execute("INSERT INTO token VALUES (?,?,?,?,?,?,?)", row)
         return token
 
     def list_tokens(self) -> list[EnrolmentToken]:

@@ -45,7 +45,7 @@ from fedquilt.wire import MAX_CONTROL
 TEST_DEVICE: Final = "fedquilt-doctor"  # a device that does not exist
 GRACE_S: Final = 0.5  # wait for messages after the broker's acknowledgement
 CHUNK: Final = 1024
-RULES_FIX: Final = "fedquilt broker config mosquitto ..., which writes the access rules"
+RULES_FIX: Final = "fedquilt broker config ..., which writes the access rules"
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def try_observer(
 
 def judge_observer(result: PermissionResult, devices: Collection[str], broker: Broker) -> str | Problem:
     fix = (
-        "fedquilt broker config mosquitto --host BROKER --out FOLDER on the authority's machine, then copy FOLDER "
+        "fedquilt broker config --host BROKER --out FOLDER on the authority's machine, then copy FOLDER "
         "to the broker and reload it"
     )
     if result.level == 5 and not result.is_refused and not result.is_disconnected:

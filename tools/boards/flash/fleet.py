@@ -218,8 +218,9 @@ def _reuse_or_create_token(row: BoardRow, plan: FlashPlan, now_s: float) -> Path
     path = plan.folder / f"{row.name}.token"
     with closing(CertificateRegister(plan.authority / "register.db")) as register:
         if not path.is_file() or not register.is_redeemable(path.read_text(errors="replace").strip(), now_s):
-            text = register.create_token(row.name, TOKEN_VALIDITY_S, now_s)
-            enrolment.write_file_with_mode(path, f"{text}\n".encode(), 0o600)
+            with register.transaction():
+                text = register.create_token(row.name, TOKEN_VALIDITY_S, now_s)
+                enrolment.write_file_with_mode(path, f"{text}\n".encode(), 0o600)
     return path
 
 
