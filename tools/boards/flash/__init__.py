@@ -116,8 +116,8 @@ def _collect_bundle_files(
     ]  # "gpu" and "onnx" exclude each other
     extras = sorted({*content.extras, *own_extras})
     wheel_name: OwnWheel = "fedquilt" if content.role == "coordinator" else "fedquilt-board"
-    paths, lock_text = wheels.collect_wheels(target, extras, wheel_name)
-    files = bundle.collect_files(board, target, paths, lock_text)
+    paths = wheels.collect_wheels(target, extras, wheel_name)
+    files = bundle.collect_files(board, target, paths)
     size = sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values())
     print_line(
         f"{board.device}: {len(paths)} wheels for {target.name}, Python {target.python}; {size / 1e6:.1f} MB in all"
@@ -134,7 +134,7 @@ def write_upgrade_bundle(
     """
     target = targets.find_target(content.target, content.python)
     progress.LINE.set_part("wheels, of which new ones are downloaded", 0, 2)
-    paths, _ = wheels.collect_wheels(target, sorted({*content.extras, "identity"}))
+    paths = wheels.collect_wheels(target, sorted({*content.extras, "identity"}))
     progress.LINE.set_part(f"packing {len(paths)} wheels" if with_dependencies else "packing fedquilt's wheel", 1, 2)
     included, omitted = (paths, []) if with_dependencies else (paths[:1], paths[1:])
     manifest = UpgradeManifest(

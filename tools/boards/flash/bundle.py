@@ -1,6 +1,6 @@
 """Bundle for a board: a folder or tar archive that installs without a network.
 
-bundle.json  install.sh  install.py  environment.py  launch.py  sysusers.conf  requirements.txt
+bundle.json  install.sh  install.py  environment.py  launch.py  sysusers.conf
 wheels/      etc/ -> /etc/fedquilt      units/ -> /etc/systemd/system
 """
 
@@ -247,14 +247,13 @@ def fill_template(text: str, values: Mapping[str, str]) -> str:
 
 
 def collect_files(
-    board: BoardFiles | CoordinatorFiles, target: BundleTarget, wheel_paths: Sequence[Path], lock_text: str
+    board: BoardFiles | CoordinatorFiles, target: BundleTarget, wheel_paths: Sequence[Path]
 ) -> dict[str, bytes | Path]:
     """Return a bundle's files by their path in the bundle, each as its content or as a file to copy."""
     digests = {path.name: wheels.file_sha256(path) for path in wheel_paths}
     files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in wheel_paths}
     files |= {f"etc/{name}": data for name, data in board.files.items()}
     files |= {f"units/{name}": data for name, data in render_units(board, target.systemd).items()}
-    files["requirements.txt"] = lock_text.encode()
     programs = {"sysusers.conf": FOLDER / "sysusers.conf", "install.py": FOLDER / "install.py"}
     programs |= {"environment.py": Path(virtual_environment.__file__), "launch.py": Path(launcher.__file__)}
     files |= {name: path.read_bytes() for name, path in programs.items()}

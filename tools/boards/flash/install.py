@@ -265,7 +265,7 @@ def _unpack_environment(bundle: Path, home: Path, manifest: Mapping[str, Any]) -
     if virtual_environment.compile_packages(temporary, manifest["python"], f"/{PROGRAM_FOLDER}/current"):
         (temporary / "compiled").touch()  # else fedquilt-compile.service does it at the first boot
     shutil.copy(bundle / "bundle.json", temporary / "bundle.json")
-    virtual_environment.make_world_readable(temporary)
+    virtual_environment.set_public_modes(temporary)
     temporary.replace(home)
 
 

@@ -70,10 +70,8 @@ class Wheel:
 # -- wheels of a target ---------------------------------------------------------------------------
 
 
-def collect_wheels(
-    target: BundleTarget, extras: Sequence[str], name: OwnWheel = "fedquilt-board"
-) -> tuple[list[Path], str]:
-    """Return the wheels for a target, fedquilt's own first, and their lock file.
+def collect_wheels(target: BundleTarget, extras: Sequence[str], name: OwnWheel = "fedquilt-board") -> list[Path]:
+    """Return the wheels for a target, fedquilt's own first.
 
     Wheels are downloaded once into the user's cache, so that all boards of a fleet get the same versions. pip's own
     variables hold as usual: PIP_EXTRA_INDEX_URL names a further index, preferred over PyPI for packages with GPU
@@ -115,7 +113,7 @@ def collect_wheels(
         for wheel_path in folder.glob("*.whl"):
             if wheel_path != own_wheel.path and wheel_path not in downloaded:
                 wheel_path.unlink()
-        return [own_wheel.path, *downloaded], format_lock([own_wheel.path, *downloaded])
+        return [own_wheel.path, *downloaded]
 
 
 def _read_constraints(constraint: Path | None) -> bytes:
@@ -124,14 +122,6 @@ def _read_constraints(constraint: Path | None) -> bytes:
     except OSError as error:
         fix = "name a file of lines such as numpy==2.2.6"
         raise JobError(f"PIP_CONSTRAINT {constraint} cannot be read ({error.strerror}): {fix}") from None
-
-
-def format_lock(wheels: Sequence[Path]) -> str:
-    """Return a requirements file with version and sha256 of each wheel, sorted by name."""
-    sorted_wheels = sorted((Wheel.from_file(path) for path in wheels), key=lambda wheel: wheel.name)
-    return "".join(
-        f"{wheel.name}=={wheel.version} --hash=sha256:{file_sha256(wheel.path)}\n" for wheel in sorted_wheels
-    )
 
 
 def file_sha256(path: Path) -> str:
