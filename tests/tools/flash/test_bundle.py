@@ -201,9 +201,7 @@ def test_a_coordinators_bundle_holds_its_key_for_root_alone(site: Path, tmp_path
 
 def test_an_archive_is_the_same_for_the_same_board_and_its_readers_are_few(tmp_path: Path) -> None:
     house = [wheel(tmp_path, "toy")]
-    files = bundle.collect_files(
-        BoardFiles("orin-1", {"agent.toml": b"", "device.key": b"k"}, None), JETSON, house
-    )
+    files = bundle.collect_files(BoardFiles("orin-1", {"agent.toml": b"", "device.key": b"k"}, None), JETSON, house)
     sizes = [bundle.write_archive(files, tmp_path / name, "fedquilt-orin-1") for name in ("a.tar", "b.tar")]
     assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
     assert sizes[0] == (tmp_path / "a.tar").stat().st_size

@@ -13,7 +13,6 @@ that does not exist, where neither message nor response may pass.
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import logging
 import secrets
 import socket
@@ -27,7 +26,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import wire
+from fedquilt import metrics_endpoint, wire
 from fedquilt.core import FedquiltError, JobError, LinkError, WireError, WireMessage
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.security import authenticated_link, enrolment
@@ -199,7 +198,7 @@ def _judge_other_branch(result: PermissionResult, broker: Broker) -> str | Probl
         sentence = f"{broker} delivers messages of this device on another device's branch, dev/{TEST_DEVICE}"
         if broker.tls or broker.user is not None:
             return error(sentence, RULES_FIX)
-        if is_loopback(broker):
+        if metrics_endpoint.is_loopback(broker.host):
             return f"{broker} has no access rules for devices, but only this machine can connect"
         return Problem(f"{sentence}, and has neither encryption nor users", RULES_FIX)
     if result.is_other_refused or result.level < 5:
@@ -214,13 +213,6 @@ def judge_coordinator(result: PermissionResult, broker: Broker) -> str | Problem
     if result.has_arrived:
         return f"{broker} lets a coordinator send to devices and receive from them"
     return f"{broker} lets a coordinator send to devices; no device has published anything"
-
-
-def is_loopback(broker: Broker) -> bool:
-    try:
-        return ipaddress.ip_address(broker.host).is_loopback
-    except ValueError:
-        return broker.host == "localhost"
 
 
 # -- probe messages -------------------------------------------------------------------------------
@@ -457,7 +449,7 @@ def load_identity(broker: Broker) -> tuple[LinkIdentity | None, str | Problem]:
         return None, error(str(problem), "add ca")
     if identity is not None:
         return identity, ""
-    if is_loopback(broker):
+    if metrics_endpoint.is_loopback(broker.host):
         return None, f"{authenticated_link.UNSIGNED}, but only this machine can connect to {broker}"
     fix = "fedquilt identity gives both sides a certificate (docs/security.md)"
     return None, Problem(authenticated_link.UNSIGNED, fix)

@@ -40,7 +40,6 @@ HOME: Final = "/var/lib/fedquilt"
 DAEMON_BYTES: Final = 256 << 20  # memory of the agent and its libraries, without tasks
 BROKER_FILE_NAMES: Final = {"ca": "ca.crt", "cert": "device.crt", "key": "device.key", "password_file": "password"}
 OWN_CREDENTIALS: Final = "/run/fedquilt-agent"
-LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 SPECIAL_CHARACTERS: Final = r"[\s%$\"'\\;|&<>`()*?]"  # characters with a meaning to systemd or a shell
 HIDDEN_FOLDERS: Final = ("/home/", "/root/", "/run/", "/tmp/", "/var/tmp/", "/dev/", "/proc/", "/sys/")  # noqa: S108
 SECRET_FILES: Final = frozenset({"etc/device.key", "etc/coordinator.key", "etc/password", "etc/token"})
@@ -130,7 +129,7 @@ def read_board_files(
 def _resolve_model_folder(table: agents.ModelSettings) -> str | None:
     if table.serve is not None:
         host, _ = metrics_endpoint.parse_listen_address(table.serve)
-        if host not in LOOPBACK or re.search(SPECIAL_CHARACTERS, table.serve):
+        if not metrics_endpoint.is_loopback(host) or re.search(SPECIAL_CHARACTERS, table.serve):
             raise JobError(
                 f"[models] serve = {table.serve!r} is not a loopback address: write 127.0.0.1:PORT, and give other "
                 "machines access through a proxy"

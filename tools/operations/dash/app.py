@@ -113,18 +113,13 @@ class Dashboard:
     def _make_cached_json_handler(self, load: PageLoader) -> Callable[[Request], Awaitable[Response]]:
         async def handle_request(request: Request) -> Response:
             key, changes = f"{request.url.path}?{request.url.query}", dict(self._watcher.changes)
-            cached = self._responses.pop(key, None)
+            cached = self._responses.get(key)
             if cached is None or cached[0] != changes or time.monotonic() > cached[1] + RESPONSE_TTL_S:
-                cached = (
-                    changes,
-                    time.monotonic(),
-                    msgspec.json.encode(
-                        await load(self._watcher, dict(parse_qsl(request.url.query)), *request.path_params.values())
-                    ),
-                )
-            while len(self._responses) >= MAX_CACHED_RESPONSES:
-                del self._responses[next(iter(self._responses))]
-            self._responses[key] = cached
+                values = await load(self._watcher, dict(parse_qsl(request.url.query)), *request.path_params.values())
+                cached = changes, time.monotonic(), msgspec.json.encode(values)
+                self._responses[key] = cached
+                while len(self._responses) > MAX_CACHED_RESPONSES:
+                    del self._responses[next(iter(self._responses))]
             return _make_json_response(cached[2])
 
         return handle_request
