@@ -162,7 +162,6 @@ def complete_tables(context: click.Context, parameter: click.Parameter, incomple
 @option("--columns", variadic=True, metavar="NAME", help="Run only these columns of the table.")
 @option("--rows", variadic=True, metavar="NAME", help="Run only these rows; claims that compare others are left out.")
 @option("--out", type=options.PATH, metavar="FILE", help="File for the result as JSON, with every curve.")
-@option("--picture", type=options.PATH, metavar="FILE.svg", help="File for a picture: a dot for each seed.")
 @option(
     "--kept",
     type=options.FOLDER,
@@ -178,7 +177,6 @@ def reproduce(
     columns: tuple[str, ...],
     rows: tuple[str, ...],
     out: Path | None,
-    picture: Path | None,
     kept: Path,
     format: str,
 ) -> int:
@@ -193,7 +191,6 @@ def reproduce(
         columns=list(columns) or None,
         rows=list(rows) or None,
         out=out,
-        picture=picture,
         cache_folder=kept,
         format=format,
     )
