@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from joint_runs import SMALL
 from searches import play, played
+from toy_tasks import deliver_task
 
 from fedquilt.core import Aggregation, BlobRef, DeviceUpdate, DeviceView, JobError, Tensors
 from fedquilt.data import inputs
@@ -19,7 +20,7 @@ from fedquilt.models.stitching.device import block_runner, scoring
 from fedquilt.models.stitching.search import steps
 from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings
 from fedquilt.models.stitching.stitched_network import Block
-from fedquilt.testing.toy_networks import build_donors, deliver_task, image_devices
+from fedquilt.testing.toy_networks import build_donors, image_devices
 
 
 def score_answers(**changes: Any) -> tuple[SearchState, dict[str, np.ndarray], dict[str, float]]:
