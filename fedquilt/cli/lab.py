@@ -130,12 +130,12 @@ def conformance(name: str) -> int:
     help="File for a drawing of original and reconstructed images.",
 )
 @options.format_option
-def audit(data: Path, images: int, size: int | None, out: Path, format: str) -> int:
+def audit(data: Path, images: int, size: int | None, out: Path, format: str) -> None:
     """Measure how well images can be reconstructed from a device's uploads."""
     from fedquilt.tools.lab import audit as tool
 
     with progress.show_progress("reconstructing images"):
-        return tool.audit_and_print(data, out, format, {"count": images, "size": size or 0})
+        tool.audit_and_print(data, out, format, {"count": images, "size": size or 0})
 
 
 def complete_tables(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
