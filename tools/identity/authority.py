@@ -284,10 +284,8 @@ class CertificateAuthority:
             return certificate, key_to_pem(key)
 
     def _require_free_boards(self, name: str, site_right: SiteRight, now_s: float) -> None:
-        valid_certs = (
-            cert for cert in self.register.list_certificates() if cert.revoked_s is None and cert.ends_s > now_s
-        )
-        if (conflicting := next((cert for cert in valid_certs if site_right.authorizes(cert.name)), None)) is not None:
+        certs = self.register.list_valid_certificates(now_s)
+        if (conflicting := next((cert for cert in certs if site_right.authorizes(cert.name)), None)) is not None:
             raise JobError(
                 f"site {name} cannot have {conflicting.name}, which has its own certificate ({conflicting.kind}): "
                 "narrow --boards"
@@ -299,14 +297,11 @@ class CertificateAuthority:
                 )
 
     def valid_sites(self, now_s: float) -> list[tuple[str, SiteRight]]:
-        certs = [cert for cert in self.register.list_certificates() if cert.kind == "site"]
-        return [
-            (cert.name, _read_site_right(cert.pem)) for cert in certs if cert.revoked_s is None and cert.ends_s > now_s
-        ]
+        certs = self.register.list_valid_certificates(now_s, kind="site")
+        return [(cert.name, _read_site_right(cert.pem)) for cert in certs]
 
     def valid_observers(self, now_s: float) -> list[str]:
-        certs = [cert for cert in self.register.list_certificates() if cert.kind == "observer"]
-        return sorted({cert.name for cert in certs if cert.revoked_s is None and cert.ends_s > now_s})
+        return sorted({cert.name for cert in self.register.list_valid_certificates(now_s, kind="observer")})
 
     # -- revoking ---------------------------------------------------------------------------------
 
@@ -316,11 +311,10 @@ class CertificateAuthority:
         Raise JobError if the name never had a certificate or token.
         """
         with self.register.transaction():
-            certs = self.register.list_certificates(name)
             deleted_count = self.register.delete_tokens(name)
-            if not certs and not deleted_count:
+            if not self.register.list_certificates(name) and not deleted_count:
                 raise JobError(f"{name!r} has no certificate or token: see `fedquilt identity list`")
-            revoked = [cert for cert in certs if cert.revoked_s is None and cert.ends_s > now_s]
+            revoked = self.register.list_valid_certificates(now_s, name=name)
             for cert in revoked:
                 self.register.revoke_certificate(cert.serial, now_s)
         self.write_crl(now_s)

@@ -51,11 +51,9 @@ class EnrolmentService:
         fingerprint = key_fingerprint(key)
         with register.transaction():
             token = register.redeem_token(request.token, request.device, fingerprint, now_s)
-            if isinstance(token, str):
-                raise JobError(token)
             # only the holder of a token learns who has the name
             self.authority.require_enrollable(request.device, key, now_s)
-            valid = _valid_certificates(register.list_certificates(request.device), now_s)
+            valid = register.list_valid_certificates(now_s, name=request.device)
             if token.used_s is not None and (issued_before := [cert for cert in valid if cert.key_id == fingerprint]):
                 return issued_before[-1]  # the first response was lost
             if token.used_s is not None:
@@ -90,7 +88,7 @@ class EnrolmentService:
             self.authority.require_enrollable(current.name, key, now_s)
             valid = [
                 cert
-                for cert in _valid_certificates(register.list_certificates(current.name), now_s)
+                for cert in register.list_valid_certificates(now_s, name=current.name)
                 if cert.key_id == fingerprint
             ]
             if not valid:
@@ -108,7 +106,7 @@ class EnrolmentService:
     def _sign_and_revoke_others(self, device: str, key: ec.EllipticCurvePublicKey, now_s: float) -> IssuedCertificate:
         other_certs = [
             cert
-            for cert in _valid_certificates(self.authority.register.list_certificates(device), now_s)
+            for cert in self.authority.register.list_valid_certificates(now_s, name=device)
             if cert.key_id != key_fingerprint(key)
         ]
         for cert in other_certs:
@@ -140,10 +138,6 @@ def make_enrolment_response(
     except FedquiltError as error:
         log.error("%s got no certificate: %s", requester, error)
         return 500, SigningResponse(reason="enrolment server failed: see its log")
-
-
-def _valid_certificates(certs: list[IssuedCertificate], now_s: float) -> list[IssuedCertificate]:
-    return [cert for cert in certs if cert.revoked_s is None and cert.ends_s > now_s]
 
 
 LIMITS: Final = ConnectionLimits(connections=64, per_address=32)

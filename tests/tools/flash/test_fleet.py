@@ -15,7 +15,7 @@ from fedquilt import cli
 from fedquilt.core import JobError
 from fedquilt.formats import toml
 from fedquilt.tools.boards.flash import fleet
-from fedquilt.tools.identity.register import CertificateRegister, EnrolmentToken
+from fedquilt.tools.identity.register import CertificateRegister
 
 pytestmark = pytest.mark.skipif(not TARGET, reason="no target is a machine like this one")
 
@@ -115,9 +115,8 @@ def test_a_row_that_changed_gets_a_new_token_once_the_first_is_spent(site: Path,
     (site / "boards.csv").write_text("name,budget\norin-1,2GB\n")
     assert flash(site) == 0
     with register.transaction():
-        taken = register.redeem_token(file.read_text().strip(), "orin-1", "key of the second card", time.time())
+        register.redeem_token(file.read_text().strip(), "orin-1", "key of the second card", time.time())
     register.close()
-    assert isinstance(taken, EnrolmentToken), taken
 
 
 def test_a_dry_run_makes_no_token(site: Path, capfd: pytest.CaptureFixture[str]) -> None:

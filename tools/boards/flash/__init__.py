@@ -25,6 +25,7 @@ from fedquilt.console import progress
 from fedquilt.core import JobError, LinkError
 from fedquilt.edge_agent.upgrade import archive
 from fedquilt.edge_agent.upgrade.archive import UpgradeManifest
+from fedquilt.host.disk import REAL
 from fedquilt.tools.boards import targets
 from fedquilt.tools.boards.flash import bundle, image, install, wheels
 from fedquilt.tools.boards.flash.bundle import CoordinatorFiles
@@ -142,7 +143,7 @@ def write_upgrade_bundle(
         version=fedquilt.__version__,
         machine=target.machine,
         python=target.python,
-        wheels={path.name: wheels.file_sha256(path) for path in included},
+        wheels={path.name: REAL.hash_file(path) for path in included},
         unpacked_bytes=sum(map(bundle.unpacked_bytes, included)),
         present={wheel.name: wheel.version for wheel in map(wheels.Wheel.from_file, omitted)},
         made_s=int(time.time()),

@@ -29,8 +29,8 @@ from fedquilt.edge_agent import settings as agents
 from fedquilt.edge_agent.upgrade import launcher
 from fedquilt.formats import toml
 from fedquilt.host import virtual_environment
-from fedquilt.host.disk import disk_errors
-from fedquilt.tools.boards.flash import install, wheels
+from fedquilt.host.disk import REAL, disk_errors
+from fedquilt.tools.boards.flash import install
 from fedquilt.tools.boards.targets import BundleTarget
 from fedquilt.transport.mqtt.broker import Broker
 
@@ -249,7 +249,7 @@ def collect_files(
     board: BoardFiles | CoordinatorFiles, target: BundleTarget, wheel_paths: Sequence[Path]
 ) -> dict[str, bytes | Path]:
     """Return a bundle's files by their path in the bundle, each as its content or as a file to copy."""
-    digests = {path.name: wheels.file_sha256(path) for path in wheel_paths}
+    digests = {path.name: REAL.hash_file(path) for path in wheel_paths}
     files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in wheel_paths}
     files |= {f"etc/{name}": data for name, data in board.files.items()}
     files |= {f"units/{name}": data for name, data in render_units(board, target.systemd).items()}
