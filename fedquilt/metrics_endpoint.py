@@ -6,6 +6,7 @@ metrics are served. A separate thread serves them, so that scrapes do not delay 
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import threading
 import time
@@ -45,6 +46,13 @@ def parse_listen_address(listen: str) -> tuple[str, int]:
     if not host or not port.isascii() or not port.isdigit() or not int(port) < 65536:
         raise JobError(f"{listen!r} is not a valid address: write HOST:PORT, such as 127.0.0.1:9464")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from fedquilt.transport.mqtt.broker import Broker
 class Certified:
     """An authority, and the files of those it has signed for."""
 
-    def __init__(self, folder: Path, crl_url: str | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.authority = CertificateAuthority.create(folder / "ca", "site", clock_s(), crl_url)
+        self.authority = CertificateAuthority.create(folder / "ca", "site", clock_s())
 
     @property
     def ca(self) -> Path:
@@ -27,7 +27,7 @@ class Certified:
 
     def configure_broker(self, folder: Path) -> list[str]:
         """Write a Mosquitto's configuration as `fedquilt broker config` does; its lines but that of the port."""
-        broker_config.write_config(self.authority, "mosquitto", ["127.0.0.1"], folder, clock_s(), installed=str(folder))
+        broker_config.write_config(self.authority, ["127.0.0.1"], folder, clock_s(), installed=str(folder))
         first, listener, *lines = (folder / "fedquilt.conf").read_text().splitlines()
         assert listener == "listener 8883", first
         return lines

@@ -9,7 +9,7 @@ from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import SOCKET
 from fedquilt.edge_agent.clocks.clock_pin import ClockPin
 from fedquilt.edge_agent.clocks.helper import STATE, ClockHelper
-from fedquilt.testing.boards import write_fake_board
+from tests.fake_boards import write_fake_board
 
 POLICY = "sys/devices/system/cpu/cpufreq/policy0"
 

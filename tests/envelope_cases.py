@@ -27,10 +27,10 @@ from fedquilt.edge_agent.clocks.clock_pin import ClockPin
 from fedquilt.edge_agent.clocks.helper import read_clock_state
 from fedquilt.edge_agent.devices import linux
 from fedquilt.edge_agent.power import governor
-from fedquilt.testing import boards
-from fedquilt.testing.boards import write_fake_board
+from tests import fake_boards
+from tests.fake_boards import write_fake_board
 
-EVERY: Final = [(board, jetpack) for board, one in boards.BOARDS.items() for jetpack in one.jetpacks]
+EVERY: Final = [(board, jetpack) for board, one in fake_boards.BOARDS.items() for jetpack in one.jetpacks]
 ROUNDED: Final = 1.01  # nvpmodel's caps are rounded: 850 MHz means 854.25
 OTHERS: Final = ("15340000.vic", "bwmgr")  # devfreq devices that are no GPU
 ON: Final[dict[Path, int]] = {}  # root of a board -> number of its cores that are on
@@ -59,7 +59,7 @@ class World:
 
     def __init__(self, folder: Path, board: str, jetpack: int) -> None:
         self.root, self.state = folder / "root", folder / "state"
-        self.layout = boards.BOARDS[board]
+        self.layout = fake_boards.BOARDS[board]
         write_fake_board(self.root, board, jetpack)
         self.gpu = next(path for path in (self.root / "sys/class/devfreq").iterdir() if path.name not in OTHERS)
         self.policies = {

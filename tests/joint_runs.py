@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from toy_tasks import deliver_task
+
 from fedquilt.core import DeviceView, Method
 from fedquilt.methods.fedstitch import METHOD, SearchState
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.search.state import PAPER, SearchSettings
 from fedquilt.testing import toy_networks
-from fedquilt.testing.toy_networks import FakeRunner, build_donors, deliver_task, image_devices, run_method
+from fedquilt.testing.toy_networks import FakeRunner, build_donors, image_devices, run_method
 from fedquilt.tools.simulation import DeviceData
 
 SMALL = {**toy_networks.SMALL_SEARCH, "screen": 3}

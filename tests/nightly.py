@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from fedquilt.cli.lab import BENCH_OPTIONS
 from tests.rehearsal import __main__ as rehearsal
 
 ROOT: Final = Path(__file__).resolve().parents[1]  # of the checkout
@@ -32,7 +31,7 @@ SEEDS: Final = "0-99999"  # that `python -m tests.faults` plays
 KILLS: Final = "200"
 INPUTS: Final = "10000000"  # of `tests/fuzz.py`
 FLOODS: Final = ("15", "100", "1000")  # messages a second: not much more than a board may send, and far more
-BENCHES: Final = tuple(name for name in BENCH_OPTIONS if name != "sim")  # `lab bench sim` needs data
+BENCHES: Final = ("idle", "blobs", "energy", "stitch", "memory", "coordinator")  # `tests.benches sim` needs data
 STORE: Final = ("tests/examples/test_s3_blobs.py",)
 CONTAINERS: Final = "tests/examples/test_containers.py"
 RAY: Final = ("tests/tools/simulation/test_ray.py", "tests/tools/simulation/test_ray_client.py")
@@ -79,10 +78,9 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
     """Every stage, in the order in which they run.
 
     Args:
-        data: a folder with MNIST's IDX files, for `lab bench sim`.
+        data: a folder with MNIST's IDX files, for `tests.benches sim`.
         python: the interpreter of the checkout's own environment.
     """
-    command = (python, "-m", "fedquilt.cli")
     tests = (python, "-m", "pytest")
     found = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
     without = "" if found else "Mosquitto is not installed: apt install mosquitto"
@@ -148,13 +146,13 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             "" if shutil.which("podman-compose") else "podman-compose is not installed: apt install podman-compose",
         ),
         *(
-            Stage(f"bench-{name}", f"fedquilt lab bench {name}", ((*command, "lab", "bench", name),))
+            Stage(f"bench-{name}", f"python -m tests.benches {name}", ((python, "-m", "tests.benches", name),))
             for name in BENCHES
         ),
         Stage(
             "bench-sim",
-            "fedquilt lab bench sim",
-            ((*command, "lab", "bench", "sim", "--data", str(_images(data))),),
+            "python -m tests.benches sim",
+            ((python, "-m", "tests.benches", "sim", "--data", str(_images(data))),),
             given,
         ),
         *(

@@ -20,8 +20,9 @@ import fedquilt
 from fedquilt.edge_agent.upgrade import archive
 from fedquilt.edge_agent.upgrade import launcher as upgrade_launcher
 from fedquilt.edge_agent.upgrade.archive import UpgradeManifest
+from fedquilt.host.disk import REAL
 from fedquilt.tools.boards import flash
-from fedquilt.tools.boards.flash import bundle, own_wheels, wheels
+from fedquilt.tools.boards.flash import bundle, own_wheels
 
 NEW = "9.9.9"
 LAUNCHER = Path(upgrade_launcher.__file__)
@@ -68,7 +69,7 @@ def pack(
         "version": NEW,
         "machine": platform.machine(),
         "python": PYTHON,
-        "wheels": {path.name: wheels.file_sha256(path) for path in house},
+        "wheels": {path.name: REAL.hash_file(path) for path in house},
         "unpacked_bytes": sum(map(bundle.unpacked_bytes, house)),
         "present": {"msgspec": metadata.version("msgspec")},  # the others are found in the same folder
     }

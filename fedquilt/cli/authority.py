@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 from fedquilt.cli import options
 from fedquilt.cli.commands import argument, option, verb
 
-days_option: Final = option(
-    "--days", type=options.POSITIVE_NUMBER, metavar="N", help="Days of validity of certificates (default: 365)."
-)
-
 
 @verb()
-@option("--crl-url", metavar="URL", help="Address of the revocation list for brokers such as EMQX.")
 @options.authority_option
-def init(crl_url: str | None, ca: Path) -> int:
+def init(ca: Path) -> None:
     """Create a certificate authority: key, certificate and revocation list."""
     from fedquilt.tools.identity import commands
 
-    return commands.create_authority(ca, crl_url)
+    commands.create_authority(ca)
 
 
 @verb()
@@ -35,12 +30,6 @@ def init(crl_url: str | None, ca: Path) -> int:
 @option("--boards", multiple=True, metavar="PATTERN", help="Boards of a site, by name or 'cam-*'; may be repeated.")
 @option("--most-boards", type=options.COUNT, metavar="N", help="Largest number of a site's boards in a round.")
 @option("--out", type=options.FOLDER, default=Path(), help="Folder to write into.")
-@option(
-    "--days",
-    type=options.POSITIVE_NUMBER,
-    metavar="N",
-    help="Days of validity (default: 730, for observers and sites 365).",
-)
 @options.authority_option
 def issue(
     name: str,
@@ -49,44 +38,43 @@ def issue(
     boards: tuple[str, ...],
     most_boards: int | None,
     out: Path,
-    days: float | None,
     ca: Path,
-) -> int:
+) -> None:
     """Issue a certificate and key for the coordinator, a server or another role. Existing files are replaced."""
     from fedquilt.tools.identity import commands
 
-    return commands.issue_and_write_certificate(ca, name, list(hosts), out, days, role, boards, most_boards)
+    commands.issue_and_write_certificate(ca, name, list(hosts), out, role, boards, most_boards)
 
 
 @verb(name="list")
 @options.authority_option
 @options.format_option
-def list_certificates(ca: Path, format: str) -> int:
+def list_certificates(ca: Path, format: str) -> None:
     """List all certificates and the unused tokens."""
     from fedquilt.tools.identity import commands
 
-    return commands.print_certificates(ca, format)
+    commands.print_certificates(ca, format)
 
 
 @verb()
 @argument("device", "Holder of the certificates.", type=options.NAME)
 @options.authority_option
-def revoke(device: str, ca: Path) -> int:
+def revoke(device: str, ca: Path) -> None:
     """Revoke the certificates of a device or server, and update the revocation list."""
     from fedquilt.tools.identity import commands
 
-    return commands.revoke_certificates(ca, device)
+    commands.revoke_certificates(ca, device)
 
 
 @verb()
 @argument("device", "The board's id, or a pattern such as 'orin-*'.")
 @option("--out", type=options.PATH, metavar="FILE", help="File for the token (mode 0600), which is then not printed.")
 @options.authority_option
-def token(device: str, out: Path | None, ca: Path) -> int:
+def token(device: str, out: Path | None, ca: Path) -> None:
     """Create a one-time token for a device, valid for 72 hours and shown once."""
     from fedquilt.tools.identity import commands
 
-    return commands.create_and_print_token(ca, device, out)
+    commands.create_and_print_token(ca, device, out)
 
 
 @verb()
@@ -97,24 +85,22 @@ def token(device: str, out: Path | None, ca: Path) -> int:
     multiple=True,
     help="Name or address for boards (default: this machine's); may be repeated.",
 )
-@days_option
 @options.authority_option
-def serve(listen: str, hosts: tuple[str, ...], days: float | None, ca: Path) -> int:
+def serve(listen: str, hosts: tuple[str, ...], ca: Path) -> None:
     """Run the HTTPS server at which devices enrol and renew certificates."""
     from fedquilt.tools.identity import commands
 
     logging.getLogger("fedquilt.enrol").setLevel(min(logging.INFO, logging.getLogger().level))
-    return commands.serve_enrolment(ca, listen, list(hosts), days)
+    commands.serve_enrolment(ca, listen, list(hosts))
 
 
 @verb()
 @argument("csr", "The certificate request of a board.", type=options.PATH)
 @option("--device", type=options.NAME, required=True, help="The board that the request comes from.")
 @option("--out", type=options.PATH, metavar="FILE", help="File for the certificate (default: CSR with .crt).")
-@days_option
 @options.authority_option
-def sign(csr: Path, device: str, out: Path | None, days: float | None, ca: Path) -> int:
+def sign(csr: Path, device: str, out: Path | None, ca: Path) -> None:
     """Sign a certificate request that was copied from a device."""
     from fedquilt.tools.identity import commands
 
-    return commands.sign_request_file(ca, csr, device, out, days)
+    commands.sign_request_file(ca, csr, device, out)

@@ -74,22 +74,22 @@ def serve(settings: Path | None, root: Path) -> None:
 @clocks.command()
 @options.format_option
 @root_option
-def status(format: str, root: Path) -> int:
+def status(format: str, root: Path) -> None:
     """Show the available clock controls, their settings and the client that pinned them."""
     from fedquilt.tools.boards import clocks as tool
 
-    return tool.print_status(root, format)
+    tool.print_status(root, format)
 
 
 @clocks.command()
 @argument("point", "A mode of the board, or cpu=1.2GHz,gpu=850MHz,emc=1600MHz, or MODE,gpu=...")
 @option("--dry-run", is_flag=True, help="Show what would be written, and write nothing.")
 @root_option
-def hold(point: str, dry_run: bool, root: Path) -> int:
+def hold(point: str, dry_run: bool, root: Path) -> None:
     """Pin an operating point through the helper until interrupted."""
     from fedquilt.tools.boards import clocks as tool
 
-    return tool.pin_point(point, root, dry_run=dry_run)
+    tool.pin_point(point, root, dry_run=dry_run)
 
 
 @verb()

@@ -32,8 +32,7 @@ EPILOG: Final = """\b
 exit codes: 0 done; 1 an error of fedquilt's own; 2 the job file, a setting or
 the command line; 3 data; 4 a network or donor; 5 the broker; 6 a folder, the
 store or a full disk; 7 memory; 8 the job failed, or clocks; 9 the job was
-stopped; 10 doctor has warnings, 11 errors; 12 the machine was too busy for a
-bench; 130 interrupted; 141 broken pipe"""
+stopped; 10 doctor has warnings, 11 errors; 130 interrupted; 141 broken pipe"""
 
 F = TypeVar("F", bound=Callable[..., Any])
 

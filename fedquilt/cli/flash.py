@@ -63,7 +63,6 @@ dry_run_option: Final = option("--dry-run", is_flag=True, help="Show what would 
     group=FLEET_GROUP,
 )
 @options.authority_option
-@option("--watch", is_flag=True, help="Show first boots and enrolments until every board is there.", group=FLEET_GROUP)
 def flash(
     settings: Path,
     target: str | None,
@@ -79,7 +78,6 @@ def flash(
     python: str | None,
     boards: Path | None,
     ca: Path,
-    watch: bool,
 ) -> None:
     """Install an agent in a mounted root, on a disk image, over SSH, or as an archive."""
     from fedquilt.tools.boards import flash as tool
@@ -108,7 +106,7 @@ def flash(
     from fedquilt.tools.boards.flash import fleet
 
     plan = fleet.FlashPlan(content, image, out or Path("fedquilt-boards"), ca, dry_run=dry_run)
-    fleet.flash_table(boards, target, plan, watch=watch)
+    fleet.flash_table(boards, target, plan)
 
 
 @verb()

@@ -22,28 +22,28 @@ identity.add_operator_verbs("authority")
 @identity.command()
 @settings_argument
 @option("--wait", is_flag=True, help="Retry until the endpoint answers.")
-def enrol(settings: Path, wait: bool) -> int:
+def enrol(settings: Path, wait: bool) -> None:
     """Request a certificate for this device at [enrol] url, or renew it when due."""
     from fedquilt.tools.boards import enrol as tool
 
-    return tool.enrol_device(settings, should_retry=wait)
+    tool.enrol_device(settings, should_retry=wait)
 
 
 @identity.command()
 @settings_argument
 @argument("csr", "File for the certificate request.", type=options.PATH)
-def request(settings: Path, csr: Path) -> int:
+def request(settings: Path, csr: Path) -> None:
     """Write a certificate request of this device."""
     from fedquilt.tools.boards import enrol as tool
 
-    return tool.request_certificate(settings, csr)
+    tool.request_certificate(settings, csr)
 
 
 @identity.command()
 @settings_argument
 @argument("certificate", "The signed certificate.", type=options.PATH)
-def accept(settings: Path, certificate: Path) -> int:
+def accept(settings: Path, certificate: Path) -> None:
     """Install the certificate that the authority has signed for this device."""
     from fedquilt.tools.boards import enrol as tool
 
-    return tool.accept_certificate(settings, certificate)
+    tool.accept_certificate(settings, certificate)

@@ -351,7 +351,6 @@ def broker(context: click.Context, listen: str, password_file: Path | None) -> N
 
 
 @broker.command()
-@argument("kind", "mosquitto or emqx.", type=options.WordChoice(("mosquitto", "emqx")), metavar="KIND")
 @option(
     "--host",
     "hosts",
@@ -360,17 +359,20 @@ def broker(context: click.Context, listen: str, password_file: Path | None) -> N
     help="Name or address by which clients reach the broker; may be repeated.",
 )
 @option("--out", type=options.FOLDER, required=True, help="Folder for the broker's files.")
-@option("--installed", metavar="DIR", help="Path of the folder on the broker's machine (default: one in /etc).")
+@option(
+    "--installed",
+    default="/etc/mosquitto/fedquilt",
+    metavar="DIR",
+    help="Path of the folder on the broker's machine.",
+)
 @option("--listen", default="0.0.0.0:8883", metavar="HOST:PORT", help="Address of the broker's TLS listener.")
 @option("--fleet", type=options.NAME, default="fleet", help="Name of the fleet in MQTT topics.")
 @options.authority_option
-def config(
-    kind: str, hosts: tuple[str, ...], out: Path, installed: str | None, listen: str, fleet: str, ca: Path
-) -> int:
-    """Write the configuration of an MQTT broker: TLS, permissions and limits."""
+def config(hosts: tuple[str, ...], out: Path, installed: str, listen: str, fleet: str, ca: Path) -> None:
+    """Write the configuration of Mosquitto: TLS, permissions and limits."""
     from fedquilt.tools.identity import commands
 
-    return commands.write_broker_config(ca, kind, list(hosts), out, fleet=fleet, listen=listen, installed=installed)
+    commands.write_broker_config(ca, list(hosts), out, fleet=fleet, listen=listen, installed=installed)
 
 
 def write_job(job: NewJob, *, force: bool) -> None:

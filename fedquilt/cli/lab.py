@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 from fedquilt.cli import home_access, jobs, options
 from fedquilt.cli.commands import argument, option, verb, verb_group, verbosity
 from fedquilt.console import progress
-from fedquilt.core import JobError, StoreError
+from fedquilt.core import StoreError
 
 
 @verb()
@@ -71,7 +71,7 @@ def _ask(question: str, default: Any, kind: options.ParsedType | None = None) ->
 
 @verb_group()
 def lab() -> None:
-    """Study a job, a method or its privacy, reproduce papers and run benches."""
+    """Study a job, a method or its privacy, and reproduce papers."""
 
 
 @lab.command()
@@ -130,12 +130,12 @@ def conformance(name: str) -> int:
     help="File for a drawing of original and reconstructed images.",
 )
 @options.format_option
-def audit(data: Path, images: int, size: int | None, out: Path, format: str) -> int:
+def audit(data: Path, images: int, size: int | None, out: Path, format: str) -> None:
     """Measure how well images can be reconstructed from a device's uploads."""
     from fedquilt.tools.lab import audit as tool
 
     with progress.show_progress("reconstructing images"):
-        return tool.audit_and_print(data, out, format, {"count": images, "size": size or 0})
+        tool.audit_and_print(data, out, format, {"count": images, "size": size or 0})
 
 
 def complete_tables(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -162,7 +162,6 @@ def complete_tables(context: click.Context, parameter: click.Parameter, incomple
 @option("--columns", variadic=True, metavar="NAME", help="Run only these columns of the table.")
 @option("--rows", variadic=True, metavar="NAME", help="Run only these rows; claims that compare others are left out.")
 @option("--out", type=options.PATH, metavar="FILE", help="File for the result as JSON, with every curve.")
-@option("--picture", type=options.PATH, metavar="FILE.svg", help="File for a picture: a dot for each seed.")
 @option(
     "--kept",
     type=options.FOLDER,
@@ -178,7 +177,6 @@ def reproduce(
     columns: tuple[str, ...],
     rows: tuple[str, ...],
     out: Path | None,
-    picture: Path | None,
     kept: Path,
     format: str,
 ) -> int:
@@ -193,64 +191,6 @@ def reproduce(
         columns=list(columns) or None,
         rows=list(rows) or None,
         out=out,
-        picture=picture,
         cache_folder=kept,
         format=format,
     )
-
-
-BENCH_OPTIONS: Final = {  # bench -> options, which are arguments of the bench's `measure`
-    "idle": (),
-    "blobs": (),
-    "energy": (),
-    "stitch": ("size", "images"),
-    "memory": ("size",),
-    "coordinator": ("agents", "rounds", "after"),
-    "sim": ("data", "with", "only"),
-}
-
-
-@lab.command()
-@argument("name", f"One of {', '.join(BENCH_OPTIONS)}.", type=options.WordChoice(tuple(BENCH_OPTIONS)), metavar="WHAT")
-@option("--size", type=options.POSITIVE, help="For stitch (default: 64) and memory (224): size of images in pixels.")
-@option("--images", type=options.POSITIVE, help="For stitch: images that are scored (default: 64).")
-@option(
-    "--agents", type=options.POSITIVE, variadic=True, help="For coordinator: numbers of boards (default: 200 3000)."
-)
-@option("--rounds", type=options.POSITIVE, help="For coordinator: rounds (default: 6).")
-@option(
-    "--after",
-    type=options.POSITIVE,
-    metavar="ROUNDS",
-    help="For coordinator: run the first fleet once more after so many rounds in its log.",
-)
-@option(
-    "--data",
-    type=options.FOLDER,
-    metavar="FOLDER",
-    help="For sim: folder of IDX images of 28x28, such as MNIST's raw folder.",
-)
-@option(
-    "--with",
-    variadic=True,
-    metavar="NAME",
-    help="For sim: simulators to compare with, flower or pfl; they are installed into a cache folder.",
-)
-@option("--only", variadic=True, metavar="NAME", help="For sim: workloads, W1 or W2 (default: both).")
-@options.format_option
-def bench(name: str, format: str, **arguments: Any) -> int:
-    """Measure fedquilt on this machine."""
-    from fedquilt.tools.lab import bench as tool
-
-    arguments = {option_name: value for option_name, value in arguments.items() if value not in (None, ())}
-    for option_name in arguments:
-        if option_name not in BENCH_OPTIONS[name]:
-            benches = " and ".join(
-                f"`lab bench {other}`" for other in BENCH_OPTIONS if option_name in BENCH_OPTIONS[other]
-            )
-            raise JobError(f"--{option_name} is an option of {benches}: leave it out here")
-    if name == "sim" and "data" not in arguments:
-        raise JobError("bench sim needs --data: a folder of IDX images of 28x28, such as MNIST's raw folder")
-    if "with" in arguments:
-        arguments["beside"] = arguments.pop("with")
-    return tool.run_and_print(name, format, arguments)

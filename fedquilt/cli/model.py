@@ -34,9 +34,8 @@ def run(network: Path, examples: Path, format: str) -> int:
     type=options.PATH,
 )
 @option("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="Address of the HTTP server, port 0: any.")
-@option("--listen-anywhere", is_flag=True, help="Allow an address of --listen that other machines reach.")
-def serve(models: Path, listen: str, listen_anywhere: bool) -> None:
+def serve(models: Path, listen: str) -> None:
     """Serve predictions of an exported network, with updates in place and drift detection."""
     from fedquilt.tools.operations.inference_server import serve_model
 
-    serve_model(models, listen=listen, anywhere=listen_anywhere, print_line=lambda line: print(line, flush=True))
+    serve_model(models, listen=listen, print_line=lambda line: print(line, flush=True))

@@ -24,7 +24,7 @@ ASSUMED_BASE_BYTES: Mapping[str, int] = {"numpy": 38 * 10**6, "onnx": 57 * 10**6
 FIRST_USE_BYTES: Mapping[str, int] = {"onnx": 12 * 10**6, "torch": 18 * 10**6}
 # Memory of torch's kernels for the shapes of a task on a GPU, without the kernels of every process (68 MB on an H100).
 GPU_KERNELS_BYTES = 100 * 10**6
-# Upper bound of freed memory that glibc keeps between the graphs of a task (measured by `fedquilt lab bench memory`).
+# Upper bound of freed memory that glibc keeps between the graphs of a task (`python -m tests.benches memory`).
 FREED_BYTES: Mapping[str, int] = {"onnx": 20 * 10**6}
 
 

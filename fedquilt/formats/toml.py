@@ -82,7 +82,17 @@ def format_toml(table: Mapping[str, Any]) -> str:
 
 def key_text(name: str) -> str:
     """Return a TOML key, in quotes unless all characters are letters, digits, "-" or "_"."""
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else format_value(name)
+
+
+def format_value(value: Any) -> str:
+    """Return a value as TOML in one line."""
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{key_text(key)} = {format_value(item)}' for key, item in value.items())} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(format_value, value))}]"
+    # JSON strings are TOML strings, except for DEL, which TOML does not permit as a character
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
 def _drop_none(value: Any) -> Any:

@@ -92,10 +92,11 @@ def compile_packages(home: Path, python: str, final_home: str) -> bool:
     return True
 
 
-def make_world_readable(home: Path) -> None:
+def set_public_modes(home: Path) -> None:
+    """Let all users read the files and run the programs of a folder, and only the owner write."""
     for folder, folders, names in os.walk(home):
         for name in (*folders, *names):
             path = Path(folder, name)
             if not path.is_symlink():
-                path.chmod(path.stat().st_mode & 0o755 | (0o755 if path.is_dir() else 0o644))
+                path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
     home.chmod(0o755)

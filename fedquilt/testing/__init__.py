@@ -1,1 +1,1 @@
-"""Test tools for plug-in packages: conformance checks, toy networks, fake boards."""
+"""Test tools for plug-in packages: conformance checks and toy networks."""

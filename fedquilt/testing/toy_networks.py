@@ -32,14 +32,13 @@ from fedquilt.core import (
     Method,
     Profile,
     Task,
-    TaskSpec,
 )
 from fedquilt.data import inputs
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle
 from fedquilt.formats.tensor_register import Kind, register_from_kinds
 from fedquilt.models.partial import masks
-from fedquilt.tools.simulation import DeviceData, local_backend
+from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation import run as simulated
 from fedquilt.tools.simulation.run import WorkBackend
 from fedquilt.tools.simulation.simulated_job import Simulation
@@ -114,19 +113,6 @@ def run_method(
                 observe=observe,
             )
         )
-
-
-def deliver_task(
-    method: Method, task_spec: TaskSpec | None, member: DeviceData, engine: Any, **options: Any
-) -> tuple[Task, ClientContext]:
-    """Return the task and client context of a task spec. Tensors are loaded, and ONNX graphs left out."""
-    assert task_spec is not None
-    with tempfile.TemporaryDirectory() as folder:
-        default_options = {"path_of_blob": lambda ref: Path(ref.sha256), **options}
-        task, site = local_backend.make_task_and_context(
-            method, task_spec, member, Path(folder), engine=engine, **default_options
-        )
-        return task, with_loaded_tensors(task, site)
 
 
 def with_loaded_tensors(task: Task, site: ClientContext) -> ClientContext:
@@ -293,19 +279,6 @@ def point_devices(count: int = 3, examples: int = 16) -> list[DeviceData]:
         x[np.arange(len(y)), y] += 2
         devices.append(DeviceData(f"dev-{i}", Examples(x[8:], y[8:]), Examples(x[:8], y[:8])))
     return devices
-
-
-def write_images(path: Path, size: int) -> Path:
-    """Write an .npz file of noisy images of ten templates, 80 for training and 80 for tests."""
-    draws = np.random.default_rng(0)
-    templates = draws.uniform(0, 255, size=(10, size, size))
-    arrays: dict[str, Any] = {}
-    for split in ("train", "test"):
-        y = draws.integers(0, 10, 80)
-        noisy = templates[y] + draws.normal(0, 40, size=(80, size, size))
-        arrays |= {f"x_{split}": np.clip(noisy, 0, 255).astype(np.uint8), f"y_{split}": y}
-    np.savez(path, **arrays)
-    return path
 
 
 # -- scenarios ------------------------------------------------------------------------------------

@@ -30,13 +30,13 @@ from fedquilt.edge_agent.settings import AgentSettings, BrokerSettings
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.edge_agent.task.worker import ChildWorker
-from fedquilt.testing.boards import write_fake_board
 from fedquilt.tools.boards import doctor
 from fedquilt.tools.boards.doctor import machine_facts
 from fedquilt.tools.boards.doctor.agent import Facts
 from fedquilt.tools.boards.doctor.findings import Finding, run_checks
 from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
 from fedquilt.transport.mqtt.broker import Broker
+from tests.fake_boards import write_fake_board
 
 NETWORK = {"name": "mlp", "inputs": 4, "hidden": [], "classes": 2}
 MODEL = {"1.weight": np.zeros((2, 4), np.float32), "1.bias": np.zeros(2, np.float32)}

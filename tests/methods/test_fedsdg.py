@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toy_tasks import deliver_task
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
@@ -18,7 +19,7 @@ from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 from fedquilt.models.networks import registry
 from fedquilt.models.partial import lora
-from fedquilt.testing.toy_networks import deliver_task, image_devices, run_method, toy_bundle, with_loaded_tensors
+from fedquilt.testing.toy_networks import image_devices, run_method, toy_bundle, with_loaded_tensors
 from fedquilt.tools.simulation.run import WorkBackend
 from fedquilt.tools.simulation.simulated_job import SimulatedRound, Simulation
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toy_tasks import deliver_task
 
 from fedquilt.arrays import tensors
 from fedquilt.core import (
@@ -25,7 +26,7 @@ from fedquilt.core import (
 from fedquilt.core.evaluation import compute_metrics
 from fedquilt.methods import fedavg, fedprox, fedsq
 from fedquilt.models import local_training
-from fedquilt.testing.toy_networks import bundle_files, deliver_task, register_entry, run_method
+from fedquilt.testing.toy_networks import bundle_files, register_entry, run_method
 from fedquilt.tools.simulation import DeviceData
 
 torch = pytest.importorskip("torch", reason="FedSQ's client half trains torch networks")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from joint_runs import SMALL
 from searches import FULL, play, played
+from toy_tasks import deliver_task
 
 from fedquilt.core import Aggregation, Bundle, DeviceUpdate, DeviceView, Examples, JobError, ModelError, UpdateError
 from fedquilt.data import inputs
@@ -17,7 +18,7 @@ from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.search import steps
 from fedquilt.models.stitching.search.state import PAPER, SearchParams, SearchSettings
-from fedquilt.testing.toy_networks import build_donors, deliver_task, image_devices
+from fedquilt.testing.toy_networks import build_donors, image_devices
 from fedquilt.tools.simulation import DeviceData
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from joint_runs import played
+from toy_tasks import deliver_task
 
 from fedquilt.core import DeviceUpdate, DeviceView, Examples, UpdateError
 from fedquilt.data import inputs
@@ -14,7 +15,7 @@ from fedquilt.methods.fedstitch import METHOD, SearchState
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.device.moments import MARGINS, margin_bins
 from fedquilt.models.stitching.search import candidates, cascades
-from fedquilt.testing.toy_networks import build_donors, deliver_task, image_devices
+from fedquilt.testing.toy_networks import build_donors, image_devices
 
 JOINED = played(expansions=0)
 LAST = JOINED[-1]

@@ -16,8 +16,8 @@ from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.device import block_runner, scoring
 from fedquilt.models.stitching.search import steps
 from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings
-from fedquilt.testing.toy_networks import build_donors, deliver_task, image_devices
-from fedquilt.tools.lab.bench import stitch
+from fedquilt.testing.toy_networks import build_donors, image_devices
+from tests.benches import stitch
 
 
 def score_answers(**changes: Any) -> tuple[SearchState, dict[str, np.ndarray], dict[str, float]]:

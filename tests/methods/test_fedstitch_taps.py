@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from joint_runs import FULL, SMALL, gathering, played
+from toy_tasks import deliver_task
 
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.updates import tasks
@@ -17,7 +18,7 @@ from fedquilt.models.stitching.device import moments
 from fedquilt.models.stitching.search import candidates, cascades
 from fedquilt.models.stitching.search.accumulators import CorrectCounts
 from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings
-from fedquilt.testing.toy_networks import build_donors, deliver_task, image_devices
+from fedquilt.testing.toy_networks import build_donors, image_devices
 from fedquilt.tools.simulation import DeviceData
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toy_tasks import deliver_task
 
 from fedquilt import methods
 from fedquilt.arrays import exact_sums
@@ -13,7 +14,7 @@ from fedquilt.core.evaluation import compute_metrics
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import genefl
 from fedquilt.models import learngene
-from fedquilt.testing.toy_networks import deliver_task, point_devices, toy_bundle, with_loaded_tensors
+from fedquilt.testing.toy_networks import point_devices, toy_bundle, with_loaded_tensors
 from fedquilt.testing.toy_networks import run_method as run_of
 from fedquilt.tools.simulation import DeviceData
 

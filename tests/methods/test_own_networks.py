@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toy_tasks import deliver_task
 
 from fedquilt import methods
 from fedquilt.coordinator import settings
@@ -22,7 +23,7 @@ from fedquilt.core import (
     UpdateError,
 )
 from fedquilt.methods import _prototypes, fedproto, fedtgp
-from fedquilt.testing.toy_networks import deliver_task, device_profile, make_torch_engine, point_devices, run_method
+from fedquilt.testing.toy_networks import device_profile, make_torch_engine, point_devices, run_method
 from fedquilt.tools.artefacts import prepare
 
 pytest.importorskip("torch")

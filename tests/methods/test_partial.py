@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toy_tasks import deliver_task
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, DeviceView, Examples, ModelError, Task, UpdateError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import fedavg, fedfina, fedlg, fedlp, fedrep, parfed
-from fedquilt.testing.toy_networks import deliver_task, point_devices, toy_bundle
+from fedquilt.testing.toy_networks import point_devices, toy_bundle
 from fedquilt.testing.toy_networks import run_method as run_of
 from fedquilt.tools.simulation import DeviceData
 

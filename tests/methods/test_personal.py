@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toy_tasks import deliver_task
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
@@ -22,7 +23,7 @@ from fedquilt.core import (
 )
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import ditto, fedavg, feddyn, fedper, fedrep, local, perfedavg, pfedme
-from fedquilt.testing.toy_networks import deliver_task, point_devices, run_method, toy_bundle
+from fedquilt.testing.toy_networks import point_devices, run_method, toy_bundle
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
 BN = {"name": "residual", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}}

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toy_tasks import deliver_task
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.core import ClientContext, DeviceView, ModelError, Task
 from fedquilt.core.evaluation import compute_metrics
-from fedquilt.testing.toy_networks import deliver_task, image_devices, run_method, toy_bundle
+from fedquilt.testing.toy_networks import image_devices, run_method, toy_bundle
 
 torch = pytest.importorskip("torch", reason="networks with batch normalisation and attention are torch's")
 from fedquilt.edge_agent.engines.torch.engine import TorchEngine  # noqa: E402

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from plain import budgeted
+from toy_tasks import write_images
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
@@ -19,7 +20,7 @@ from fedquilt.core import Bundle, DeviceUpdate, DeviceView, Examples, Hooks, Upd
 from fedquilt.methods import _subnetworks
 from fedquilt.models import local_training
 from fedquilt.models.partial import width
-from fedquilt.testing.toy_networks import toy_bundle, write_images
+from fedquilt.testing.toy_networks import toy_bundle
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.simulation import agents
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from plain import budgeted
+from toy_tasks import deliver_task
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
@@ -22,7 +23,7 @@ from fedquilt.methods import depthfl, fedavg, fedepth, fedlps, fjord, ft_full, f
 from fedquilt.models import partial
 from fedquilt.models.networks import stages
 from fedquilt.models.partial import masks
-from fedquilt.testing.toy_networks import MLP_MASKS, bundle_files, deliver_task, register_entry, run_method, toy_bundle
+from fedquilt.testing.toy_networks import MLP_MASKS, bundle_files, register_entry, run_method, toy_bundle
 from fedquilt.tools.simulation import DeviceData
 
 torch = pytest.importorskip("torch")

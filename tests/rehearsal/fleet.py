@@ -61,7 +61,7 @@ class LoopbackFleet:
         self.run_fedquilt("identity", "init")
         self.run_fedquilt("identity", "issue", "watcher", "--role", "observer")  # the broker's rules name this observer
         self.run_fedquilt(
-            *("broker", "config", "mosquitto", "--host", HOST, "--listen", f"{HOST}:{self.broker}"),
+            *("broker", "config", "--host", HOST, "--listen", f"{HOST}:{self.broker}"),
             *("--out", "broker", "--installed", str((self.folder / "broker").resolve())),
         )
         self.run_fedquilt("identity", "issue", "coordinator")

@@ -14,8 +14,8 @@ from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import HelperStatus
 from fedquilt.edge_agent.clocks.helper import read_clock_state
-from fedquilt.testing.boards import BOARDS, write_fake_board
 from fedquilt.wire import Telemetry
+from tests.fake_boards import BOARDS, write_fake_board
 
 Layout = tuple[str, int]  # board, JetPack
 EVERY: Final[tuple[Layout, ...]] = tuple(

@@ -47,17 +47,16 @@ def read_status(root: Path) -> tuple[HelperStatus, bool]:
     return status, False
 
 
-def print_status(root: Path, format: str) -> int:
+def print_status(root: Path, format: str) -> None:
     status, has_helper = read_status(root)
     if format == "json":
         print(msgspec.json.encode({"helper": has_helper, **msgspec.to_builtins(status)}).decode())
     else:
         print("\n".join(_format_status(status, None if has_helper else root / SOCKET)))
-    return 0
 
 
-def pin_point(text: str, root: Path, *, dry_run: bool = False) -> int:
-    """Pin the clocks until KeyboardInterrupt, or with `dry_run` only print the settings. Return 0.
+def pin_point(text: str, root: Path, *, dry_run: bool = False) -> None:
+    """Pin the clocks until KeyboardInterrupt, or with `dry_run` only print the settings.
 
     Raise JobError if the text is no point, and ClockError without a clock helper or a suitable frequency.
     """
@@ -67,7 +66,7 @@ def pin_point(text: str, root: Path, *, dry_run: bool = False) -> int:
         mode = clock_controls.find_mode(point.name)
         writes = [str(write) for write in controls.pin_writes(clock_controls, point)]
         print("\n".join([*([f"nvpmodel -m {mode.id} ({mode.name})"] if mode else []), *writes]))
-        return 0
+        return
     clocks = ClockClient.connect(root / SOCKET)
     if clocks is None:
         raise ClockError(f"no clock helper at {root / SOCKET}: start one with `sudo fedquilt board clocks serve`")
@@ -82,7 +81,6 @@ def pin_point(text: str, root: Path, *, dry_run: bool = False) -> int:
         print("unpinned: the board's own settings are restored")
     finally:
         clocks.close()
-    return 0
 
 
 def _format_point(point: OperatingPoint) -> str:

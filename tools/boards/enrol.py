@@ -12,8 +12,8 @@ from fedquilt.host import disk
 from fedquilt.security import enrolment
 
 
-def enrol_device(path: Path, *, should_retry: bool) -> int:
-    """Enrol the device of an agent.toml, or renew its certificate if due, and print the result. Return 0."""
+def enrol_device(path: Path, *, should_retry: bool) -> None:
+    """Enrol the device of an agent.toml, or renew its certificate if due, and print the result."""
 
     def current_time() -> datetime.datetime:
         return datetime.datetime.now(datetime.timezone.utc)
@@ -24,11 +24,10 @@ def enrol_device(path: Path, *, should_retry: bool) -> int:
         if should_retry
         else device_enrolment.enrol(agent_settings, current_time())
     )
-    return 0
 
 
-def request_certificate(path: Path, csr: Path) -> int:
-    """Write a certificate signing request into `csr`, and create a missing key of the device. Return 0."""
+def request_certificate(path: Path, csr: Path) -> None:
+    """Write a certificate signing request into `csr`, and create a missing key of the device."""
     agent_settings = agent.load_settings(path)
     key = device_enrolment.load_or_create_key(device_enrolment.paths_from_settings(agent_settings))
     enrolment.write_file_with_mode(
@@ -36,11 +35,10 @@ def request_certificate(path: Path, csr: Path) -> int:
     )
     print(f"{csr}: request of {agent_settings.device}, key fingerprint {enrolment.key_fingerprint(key.public_key())}")
     print(f"copy it to the authority, then: fedquilt identity sign {csr.name} --device {agent_settings.device}")
-    return 0
 
 
-def accept_certificate(path: Path, certificate: Path) -> int:
-    """Install a requested certificate. Return 0, or raise JobError if it does not fit the device's key."""
+def accept_certificate(path: Path, certificate: Path) -> None:
+    """Install a requested certificate, or raise JobError if it does not fit the device's key."""
     agent_settings = agent.load_settings(path)
     with disk.disk_errors(f"read {certificate}"):
         pem = certificate.read_bytes()
@@ -48,4 +46,3 @@ def accept_certificate(path: Path, certificate: Path) -> int:
         f"{agent_settings.device} is enrolled, until "
         f"{device_enrolment.install_certificate(agent_settings, pem):%Y-%m-%d}"
     )
-    return 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import getpass
-import ipaddress
 import logging
 import signal
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fedquilt import metrics_endpoint
 from fedquilt.core import JobError, LinkError
 from fedquilt.host.http_server import describe_listen_error
 
@@ -47,7 +47,7 @@ class EmbeddedBroker:
         self._stop: asyncio.Event | None = None
         if self.password_file is not None:
             _require_valid_password_file(self.password_file)
-        elif not _is_loopback(host):
+        elif not metrics_endpoint.is_loopback(host):
             raise JobError(
                 f"broker on {host} would be open to the network: add --password-file "
                 "(python -m fedquilt.tools.broker USER prints a line of it)"
@@ -130,13 +130,6 @@ class EmbeddedBroker:
 
 
 # -- passwords ------------------------------------------------------------------------------------
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _require_valid_password_file(path: Path) -> None:

@@ -68,11 +68,6 @@ def authority_key_id(cert: x509.Certificate) -> x509.AuthorityKeyIdentifier:
     return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(subject_key_id)
 
 
-def crl_distribution_points(url: str) -> x509.CRLDistributionPoints:
-    name = x509.UniformResourceIdentifier(url)
-    return x509.CRLDistributionPoints([x509.DistributionPoint([name], None, None, None)])
-
-
 def to_general_name(host: str) -> x509.GeneralName:
     """Return a host's name or IP address as a certificate's general name. Raise JobError if it is neither."""
     try:
@@ -138,17 +133,15 @@ class CertificateAuthority:
         self.register = CertificateRegister(folder / "register.db")
 
     @classmethod
-    def create(cls, folder: Path, name: str, now_s: float, crl_url: str | None = None) -> CertificateAuthority:
+    def create(cls, folder: Path, name: str, now_s: float) -> CertificateAuthority:
         """Create an authority and its revocation list in a folder, with a key that only this user can read.
 
-        Raise JobError if the folder has an authority, or name or address are invalid.
+        Raise JobError if the folder has an authority, or the name is invalid.
         """
         if (folder / "ca.key").exists():
             raise JobError(f"{folder} has an authority already, which signed the fleet's certificates: keep it")
         if not 0 < len(name) <= 64 or not name.isprintable():
             raise JobError(f"authority's name {name!r} is invalid: use up to 64 printable characters")
-        if crl_url is not None and not re.match(r"https?://[!-~]{1,200}\Z", crl_url):
-            raise JobError(f"--crl-url {crl_url!r} is not an address: write http://HOST/crl.pem")
         with disk.disk_errors(f"create {folder}"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)
@@ -161,21 +154,11 @@ class CertificateAuthority:
             .add_extension(key_usage(signs_certificates=True), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         )
-        if crl_url is not None:
-            builder = builder.add_extension(crl_distribution_points(crl_url), critical=False)
         enrolment.write_file_with_mode(folder / "ca.crt", certificate_to_pem(builder.sign(key, hashes.SHA256())), 0o644)
         enrolment.write_file_with_mode(folder / "ca.key", key_to_pem(key), 0o600)
         authority = cls(folder)
         authority.write_crl(now_s)
         return authority
-
-    @property
-    def crl_url(self) -> str | None:
-        try:
-            points = self.cert.extensions.get_extension_for_class(x509.CRLDistributionPoints).value
-        except x509.ExtensionNotFound:
-            return None
-        return str(next(iter(points)).full_name[0].value)  # as `create` wrote it
 
     # -- signing ----------------------------------------------------------------------------------
 
@@ -240,8 +223,6 @@ class CertificateAuthority:
             names.append(x509.UniformResourceIdentifier(handshake.uri_from_right(site_right)))
         if names:
             builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-        if self.crl_url is not None:
-            builder = builder.add_extension(crl_distribution_points(self.crl_url), critical=False)
         cert = builder.sign(self._key, hashes.SHA256())
         certificate = IssuedCertificate(
             serial=f"{cert.serial_number:x}",
@@ -303,10 +284,8 @@ class CertificateAuthority:
             return certificate, key_to_pem(key)
 
     def _require_free_boards(self, name: str, site_right: SiteRight, now_s: float) -> None:
-        valid_certs = (
-            cert for cert in self.register.list_certificates() if cert.revoked_s is None and cert.ends_s > now_s
-        )
-        if (conflicting := next((cert for cert in valid_certs if site_right.authorizes(cert.name)), None)) is not None:
+        certs = self.register.list_valid_certificates(now_s)
+        if (conflicting := next((cert for cert in certs if site_right.authorizes(cert.name)), None)) is not None:
             raise JobError(
                 f"site {name} cannot have {conflicting.name}, which has its own certificate ({conflicting.kind}): "
                 "narrow --boards"
@@ -318,14 +297,11 @@ class CertificateAuthority:
                 )
 
     def valid_sites(self, now_s: float) -> list[tuple[str, SiteRight]]:
-        certs = [cert for cert in self.register.list_certificates() if cert.kind == "site"]
-        return [
-            (cert.name, _read_site_right(cert.pem)) for cert in certs if cert.revoked_s is None and cert.ends_s > now_s
-        ]
+        certs = self.register.list_valid_certificates(now_s, kind="site")
+        return [(cert.name, _read_site_right(cert.pem)) for cert in certs]
 
     def valid_observers(self, now_s: float) -> list[str]:
-        certs = [cert for cert in self.register.list_certificates() if cert.kind == "observer"]
-        return sorted({cert.name for cert in certs if cert.revoked_s is None and cert.ends_s > now_s})
+        return sorted({cert.name for cert in self.register.list_valid_certificates(now_s, kind="observer")})
 
     # -- revoking ---------------------------------------------------------------------------------
 
@@ -335,11 +311,10 @@ class CertificateAuthority:
         Raise JobError if the name never had a certificate or token.
         """
         with self.register.transaction():
-            certs = self.register.list_certificates(name)
             deleted_count = self.register.delete_tokens(name)
-            if not certs and not deleted_count:
+            if not self.register.list_certificates(name) and not deleted_count:
                 raise JobError(f"{name!r} has no certificate or token: see `fedquilt identity list`")
-            revoked = [cert for cert in certs if cert.revoked_s is None and cert.ends_s > now_s]
+            revoked = self.register.list_valid_certificates(now_s, name=name)
             for cert in revoked:
                 self.register.revoke_certificate(cert.serial, now_s)
         self.write_crl(now_s)
@@ -358,17 +333,6 @@ class CertificateAuthority:
             .add_extension(x509.CRLNumber(int(now_s * 1000)), critical=False)
             .add_extension(authority_key_id(self.cert), critical=False)
         )
-        if self.crl_url is not None:  # EMQX uses only a revocation list whose address is in the certificate
-            point = x509.IssuingDistributionPoint(
-                full_name=[x509.UniformResourceIdentifier(self.crl_url)],
-                relative_name=None,
-                only_contains_user_certs=False,
-                only_contains_ca_certs=False,
-                only_some_reasons=None,
-                indirect_crl=False,
-                only_contains_attribute_certs=False,
-            )
-            builder = builder.add_extension(point, critical=True)
         for cert in self.register.list_certificates():
             if cert.revoked_s is not None and cert.ends_s > now_s:
                 entry = x509.RevokedCertificateBuilder(int(cert.serial, 16), to_datetime(cert.revoked_s)).build()

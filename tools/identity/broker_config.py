@@ -1,12 +1,11 @@
-"""Configuration files of Mosquitto and EMQX for a fleet: TLS, access rules and limits.
+"""Configuration files of Mosquitto for a fleet: TLS, access rules and limits.
 
 A device's certificate contains its name, and the broker lets the device write `dev/<name>/up/#` and read
 `dev/<name>/dn/#` and the coordinator's state, nothing else. Observers are listed in the rules by name, because
 Mosquitto's rules cannot distinguish observers from devices. The client id is also set to the certificate's name.
 Otherwise a device could take over another device's session.
 
-The options are tested with Mosquitto 2.0.11 (tests/tools/identity). EMQX 5 is configured after its documentation
-(docs.emqx.com: listener, acl.conf, CRL check) and was not run.
+The options are tested with Mosquitto 2.0.11 (tests/tools/identity).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from cryptography import x509
 
@@ -24,8 +23,6 @@ from fedquilt.security import enrolment
 from fedquilt.tools.identity.authority import CertificateAuthority
 from fedquilt.wire import VERSION
 
-Broker = Literal["mosquitto", "emqx"]
-
 ALL_ADDRESSES: Final = "0.0.0.0"  # noqa: S104
 PORT: Final = 8883
 MAX_PACKET: Final = 1024 * 1024  # bytes; a chunk is at most 256 KiB, a message or manifest less
@@ -33,11 +30,11 @@ MAX_QUEUED: Final = 50_000  # for one client: 10,000 devices that send at once, 
 MAX_QUEUED_BYTES: Final = 512 * 1024 * 1024  # for one client: 10,000 profiles of 40 kB
 MAX_INFLIGHT: Final = 100  # unacknowledged messages; a low limit slows a busy coordinator
 SESSION_DAYS: Final = 1  # how long a session outlives its client
-DEFAULT_FOLDERS: dict[Broker, str] = {"mosquitto": "/etc/mosquitto/fedquilt", "emqx": "/etc/emqx/fedquilt"}
+INSTALLED_FOLDER: Final = "/etc/mosquitto/fedquilt"
 
 
 def mosquitto_config(host: str, port: int, folder: str) -> str:
-    return f"""# made by `fedquilt broker config mosquitto`
+    return f"""# made by `fedquilt broker config`
 listener {port}{"" if host == ALL_ADDRESSES else f" {host}"}
 cafile {folder}/ca.crt
 certfile {folder}/broker.crt
@@ -74,7 +71,7 @@ topic read {root}/job/#
 """
         for name in observers
     )
-    return f"""# made by `fedquilt broker config mosquitto`
+    return f"""# made by `fedquilt broker config`
 user coordinator
 topic read {root}/dev/+/up/#
 topic write {root}/dev/+/dn/#
@@ -89,69 +86,15 @@ pattern read {root}/coord/state
 """
 
 
-def emqx_config(host: str, port: int, folder: str, crl: bool) -> str:
-    """Return text to append to emqx.conf. `crl` enables the check of the revocation list."""
-    url_host = f"[{host}]" if ":" in host else host
-    return f"""# made by `fedquilt broker config emqx`
-listeners.ssl.default {{
-  bind = "{url_host}:{port}"
-  ssl_options {{
-    cacertfile = "{folder}/ca.crt"
-    certfile = "{folder}/broker.crt"
-    keyfile = "{folder}/broker.key"
-    verify = verify_peer
-    fail_if_no_peer_cert = true
-    enable_crl_check = {str(crl).lower()}
-  }}
-}}
-listeners.tcp.default.enable = false
-listeners.ws.default.enable = false
-listeners.wss.default.enable = false
-mqtt {{
-  peer_cert_as_username = cn
-  peer_cert_as_clientid = cn
-  max_packet_size = {MAX_PACKET // 2**20}MB
-  max_inflight = {MAX_INFLIGHT}
-  max_mqueue_len = {MAX_QUEUED}
-  session_expiry_interval = {SESSION_DAYS * 24}h
-}}
-authorization {{
-  no_match = deny
-  deny_action = ignore
-  sources = [{{ type = file, enable = true, path = "{folder}/acl.conf" }}]
-}}
-"""
-
-
-def emqx_acl(fleet: str, observers: Sequence[str] = ()) -> str:
-    """Return EMQX's acl.conf, in which the first rule that matches decides."""
-    root = f"fq/{VERSION}/{fleet}"
-    watching = "".join(
-        f"""{{deny, {{username, "{name}"}}, publish, ["#"]}}.
-{{allow, {{username, "{name}"}}, subscribe, ["{root}/dev/+/up/+", "{root}/dev/+/dn/+", "{root}/job/#"]}}.
-"""
-        for name in observers
-    )
-    return f"""%% made by `fedquilt broker config emqx`
-{watching}{{allow, {{username, "coordinator"}}, subscribe, ["{root}/dev/+/up/#"]}}.
-{{allow, {{username, "coordinator"}}, publish, ["{root}/dev/+/dn/#", "{root}/job/#", "{root}/coord/state"]}}.
-{{allow, {{username, "coordinator"}}, publish, ["{root}/dev/+/up/presence", "{root}/dev/+/up/profile"]}}.
-{{allow, all, publish, ["{root}/dev/${{username}}/up/#"]}}.
-{{allow, all, subscribe, ["{root}/dev/${{username}}/dn/#", "{root}/coord/state"]}}.
-{{deny, all}}.
-"""
-
-
 def write_config(
     authority: CertificateAuthority,
-    broker: Broker,
     hosts: Sequence[str],
     out: Path,
     now_s: float,
     *,
     fleet: str = "fleet",
     listen: tuple[str, int] = (ALL_ADDRESSES, PORT),
-    installed: str | None = None,
+    installed: str = INSTALLED_FOLDER,
 ) -> list[str]:
     """Write the configuration, certificates and key of a broker into a folder, and return next steps.
 
@@ -160,26 +103,18 @@ def write_config(
     """
     if not hosts:
         raise JobError("--host is missing: give the names and addresses by which clients reach the broker")
-    installed_folder = (installed or DEFAULT_FOLDERS[broker]).rstrip("/")
+    installed_folder = installed.rstrip("/")
     if not re.fullmatch(r'/[^\s"]*', installed_folder) or not installed_folder.isprintable():
         raise JobError(f"--installed {installed!r} must be an absolute path without spaces and quotes")
     with disk.disk_errors(f"create {out}"):
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
     observers = authority.valid_observers(now_s)
-    files = {"ca.crt": (authority.folder / "ca.crt").read_bytes(), "crl.pem": authority.write_crl(now_s).read_bytes()}
-    if broker == "mosquitto":
-        files |= {
-            "fedquilt.conf": mosquitto_config(*listen, installed_folder).encode(),
-            "acl": mosquitto_acl(fleet, observers).encode(),
-        }
-        install_step = f"link {installed_folder}/fedquilt.conf into /etc/mosquitto/conf.d"
-    else:
-        crl = authority.crl_url is not None
-        files |= {
-            "fedquilt.conf": emqx_config(*listen, installed_folder, crl).encode(),
-            "acl.conf": emqx_acl(fleet, observers).encode(),
-        }
-        install_step = f"append {installed_folder}/fedquilt.conf to /etc/emqx/emqx.conf"
+    files = {
+        "ca.crt": (authority.folder / "ca.crt").read_bytes(),
+        "crl.pem": authority.write_crl(now_s).read_bytes(),
+        "fedquilt.conf": mosquitto_config(*listen, installed_folder).encode(),
+        "acl": mosquitto_acl(fleet, observers).encode(),
+    }
     messages = []
     if not _is_certificate_current(authority, out, hosts, now_s):
         issued, key = authority.issue_with_new_key("broker", "server", now_s, hosts=hosts)
@@ -188,15 +123,12 @@ def write_config(
         messages.append(f"a new certificate of the broker, for {', '.join(hosts)}")
     for name, data in files.items():
         enrolment.write_file_with_mode(out / name, data, 0o644)
-    messages += [
+    return [
+        *messages,
         f"{out}: {', '.join(sorted([*files, 'broker.key']))}",
-        f"copy it to {installed_folder} on the broker's machine, its files owned by the broker's user ({broker}), "
-        "broker.key 0600",
-        f"{install_step}; then restart the broker",
+        f"copy it to {installed_folder} on the broker's machine, as files of user mosquitto, broker.key 0600",
+        f"link {installed_folder}/fedquilt.conf into /etc/mosquitto/conf.d; then restart the broker",
     ]
-    if broker == "emqx" and authority.crl_url is None:
-        messages.append("EMQX will not check revocations: that needs an authority with `identity init --crl-url`")
-    return messages
 
 
 def _is_certificate_current(authority: CertificateAuthority, out: Path, hosts: Sequence[str], now_s: float) -> bool:
@@ -211,11 +143,3 @@ def _is_certificate_current(authority: CertificateAuthority, out: Path, hosts: S
     certificate_hosts = {str(name.value) for name in names}
     is_fresh = now_s < registered.ends_s - (registered.ends_s - registered.issued_s) * enrolment.RENEWAL_SHARE
     return certificate_hosts == set(hosts) and is_fresh
-
-
-def reload_advice() -> list[str]:
-    return [
-        "Mosquitto: copy crl.pem to its folder and `systemctl reload mosquitto` to refuse new connections,",
-        "or `systemctl restart mosquitto` to close existing ones too",
-        "EMQX: publish crl.pem at the address of --crl-url, which EMQX downloads every 15 minutes",
-    ]

@@ -36,10 +36,8 @@ log = logging.getLogger("fedquilt.enrol")
 
 
 class EnrolmentService:
-    def __init__(
-        self, authority: CertificateAuthority, days: float | None = None, clock: Callable[[], float] = clock_s
-    ) -> None:
-        self.authority, self._days, self._clock = authority, days, clock
+    def __init__(self, authority: CertificateAuthority, clock: Callable[[], float] = clock_s) -> None:
+        self.authority, self._clock = authority, clock
 
     def enrol_device(self, request: SigningRequest) -> IssuedCertificate:
         """Redeem a token and return a certificate, or the earlier one if its response was lost.
@@ -53,11 +51,9 @@ class EnrolmentService:
         fingerprint = key_fingerprint(key)
         with register.transaction():
             token = register.redeem_token(request.token, request.device, fingerprint, now_s)
-            if isinstance(token, str):
-                raise JobError(token)
             # only the holder of a token learns who has the name
             self.authority.require_enrollable(request.device, key, now_s)
-            valid = _valid_certificates(register.list_certificates(request.device), now_s)
+            valid = register.list_valid_certificates(now_s, name=request.device)
             if token.used_s is not None and (issued_before := [cert for cert in valid if cert.key_id == fingerprint]):
                 return issued_before[-1]  # the first response was lost
             if token.used_s is not None:
@@ -92,7 +88,7 @@ class EnrolmentService:
             self.authority.require_enrollable(current.name, key, now_s)
             valid = [
                 cert
-                for cert in _valid_certificates(register.list_certificates(current.name), now_s)
+                for cert in register.list_valid_certificates(now_s, name=current.name)
                 if cert.key_id == fingerprint
             ]
             if not valid:
@@ -103,19 +99,19 @@ class EnrolmentService:
             times_s = (newest.issued_s, newest.ends_s, now_s)
             if not is_renewal_due(*(datetime.datetime.fromtimestamp(s, datetime.timezone.utc) for s in times_s)):
                 return newest
-            renewed = self.authority.sign_certificate(current.name, "device", key, now_s, days=self._days)
+            renewed = self.authority.sign_certificate(current.name, "device", key, now_s)
         log.info("renewed %s, certificate until %s", renewed.name, format_time(renewed.ends_s))
         return renewed
 
     def _sign_and_revoke_others(self, device: str, key: ec.EllipticCurvePublicKey, now_s: float) -> IssuedCertificate:
         other_certs = [
             cert
-            for cert in _valid_certificates(self.authority.register.list_certificates(device), now_s)
+            for cert in self.authority.register.list_valid_certificates(now_s, name=device)
             if cert.key_id != key_fingerprint(key)
         ]
         for cert in other_certs:
             self.authority.register.revoke_certificate(cert.serial, now_s)
-        certificate = self.authority.sign_certificate(device, "device", key, now_s, days=self._days)
+        certificate = self.authority.sign_certificate(device, "device", key, now_s)
         if other_certs:
             self.authority.write_crl(now_s)
             log.warning("%s has a new key, its old certificate is revoked: copy crl.pem to the brokers", device)
@@ -144,10 +140,6 @@ def make_enrolment_response(
         return 500, SigningResponse(reason="enrolment server failed: see its log")
 
 
-def _valid_certificates(certs: list[IssuedCertificate], now_s: float) -> list[IssuedCertificate]:
-    return [cert for cert in certs if cert.revoked_s is None and cert.ends_s > now_s]
-
-
 LIMITS: Final = ConnectionLimits(connections=64, per_address=32)
 REQUEST_S: Final = 10.0  # limit for request and response
 RENEWAL_S: Final = 30 * DAY_S  # of the endpoint's own certificate
@@ -161,11 +153,10 @@ class EnrolmentServer:
         port: int,
         hosts: Sequence[str],
         *,
-        days: float | None = None,
         clock: Callable[[], float] = clock_s,
         connections: ConnectionLimiter | None = None,
     ) -> None:
-        self._service = EnrolmentService(authority, days, clock)
+        self._service = EnrolmentService(authority, clock)
         self.hosts, self._clock = tuple(hosts), clock
         self._lock = threading.Lock()  # for the authority's register
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

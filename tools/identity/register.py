@@ -100,6 +100,15 @@ class CertificateRegister:
         rows = self._db.execute(f"SELECT * FROM certificate{condition} ORDER BY issued_s, rowid", values)  # noqa: S608
         return [IssuedCertificate(*row) for row in rows]
 
+    def list_valid_certificates(
+        self, now_s: float, *, name: str | None = None, kind: Kind | None = None
+    ) -> list[IssuedCertificate]:
+        return [
+            cert
+            for cert in self.list_certificates(name)
+            if cert.revoked_s is None and cert.ends_s > now_s and kind in (None, cert.kind)
+        ]
+
     def find_by_serial(self, serial: str) -> IssuedCertificate | None:
         row = self._db.execute("SELECT * FROM certificate WHERE serial = ?", (serial,)).fetchone()
         return None if row is None else IssuedCertificate(*row)
@@ -110,13 +119,15 @@ class CertificateRegister:
     # -- tokens --
 
     def create_token(self, pattern: str, validity_s: float, now_s: float) -> str:
-        """Store and return a token for one device of a pattern, or raise JobError for an invalid pattern."""
+        """Store and return a token for one device of a pattern, or raise JobError for an invalid pattern.
+
+        The caller must hold a `transaction`, in which it also writes the token's file: an error leaves no token.
+        """
         if not PATTERN.match(pattern):
             raise JobError(f"{pattern!r} is neither a device id nor a pattern: write one such as orin-01 or 'orin-*'")
         token = secrets.token_urlsafe(24)
         row: tuple[Any, ...] = (_hash_token(token), pattern, now_s, now_s + validity_s, None, None, None)
-        with self.transaction():
-            self._db.execute("INSERT INTO token VALUES (?,?,?,?,?,?,?)", row)
+        self._db.execute("INSERT INTO token VALUES (?,?,?,?,?,?,?)", row)
         return token
 
     def list_tokens(self) -> list[EnrolmentToken]:
@@ -128,8 +139,8 @@ class CertificateRegister:
         row = self._db.execute("SELECT 1 FROM token WHERE digest = ? AND used_s IS NULL AND ends_s > ?", values)
         return row.fetchone() is not None
 
-    def redeem_token(self, text: str, device: str, key_id: str, now_s: float) -> EnrolmentToken | str:
-        """Mark a token as used and return the token, or return the reason for a refusal.
+    def redeem_token(self, text: str, device: str, key_id: str, now_s: float) -> EnrolmentToken:
+        """Mark a token as used and return the token, or raise JobError with the reason for a refusal.
 
         The same device with the same key may redeem a token again until its end, because the response may have been
         lost. The caller must hold a `transaction`.
@@ -138,14 +149,14 @@ class CertificateRegister:
             "SELECT pattern, made_s, ends_s, used_s, device, key_id FROM token WHERE digest = ?", (_hash_token(text),)
         ).fetchone()
         if row is None:
-            return "token is unknown: request one from the operator (`fedquilt identity token`)"
+            raise JobError("token is unknown: request one from the operator (`fedquilt identity token`)")
         token = EnrolmentToken(*row)
         if now_s >= token.ends_s:
-            return f"token expired at {format_time(token.ends_s)}: request another from the operator"
+            raise JobError(f"token expired at {format_time(token.ends_s)}: request another from the operator")
         if not fnmatch.fnmatchcase(device, token.pattern):
-            return f"token is for {token.pattern}, not for {device}: request another from the operator"
+            raise JobError(f"token is for {token.pattern}, not for {device}: request another from the operator")
         if token.used_s is not None and (token.device, token.key_id) != (device, key_id):
-            return f"token was used at {format_time(token.used_s)}: request another from the operator"
+            raise JobError(f"token was used at {format_time(token.used_s)}: request another from the operator")
         if token.used_s is None:
             values = (now_s, device, key_id, _hash_token(text))
             self._db.execute("UPDATE token SET used_s = ?, device = ?, key_id = ? WHERE digest = ?", values)

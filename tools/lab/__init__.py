@@ -1,1 +1,1 @@
-"""Experiments of this project: benches, papers, audit and demo."""
+"""Experiments of this project: papers, audit, demo and new jobs."""

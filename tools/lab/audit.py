@@ -187,7 +187,7 @@ def format_result(result: Mapping[str, Any]) -> list[str]:
     return [*lines, f"  {', '.join(cosines)}"]
 
 
-def audit_and_print(data: Path, out: Path, format: str, options: Mapping[str, Any]) -> int:
+def audit_and_print(data: Path, out: Path, format: str, options: Mapping[str, Any]) -> None:
     result = audit_methods(data, **options)
     by_picture = zip(*(row["psnr_db"] for row in result["rows"].values()), strict=True)
     notes = [["", *(f"{decibels:.1f} dB" for decibels in row)] for row in by_picture]
@@ -196,7 +196,6 @@ def audit_and_print(data: Path, out: Path, format: str, options: Mapping[str, An
     progress.LINE.print_to_stdout(
         msgspec.json.format(msgspec.json.encode(result)).decode() if format == "json" else text
     )
-    return 0
 
 
 def draw_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -112,7 +112,7 @@ class NewJob:
         yield f"rounds = {self.rounds}" + ("        # at most: the job ends by itself" if self.is_search else "")
         if self.is_search:
             names = data.data.get("labels") or [str(parameter) for parameter in range(data.outputs)]
-            yield f"labels = {format_value(names)}   # names of the classes in order"
+            yield f"labels = {toml.format_value(names)}   # names of the classes in order"
         yield "# seed = 0          # of all random numbers"
         if "numpy" in method.engines and network["name"] == "mlp":
             yield 'engine = "numpy"    # enough for a small network; without this line devices train with torch'
@@ -123,7 +123,8 @@ class NewJob:
         for parameter in card.parameters:
             description = parameter.about.replace("\n", " ")
             value = params.get(parameter.name, parameter.default)
-            yield f"{'' if parameter.name in params else '# '}{parameter.name.ljust(width)} = {format_value(value)}" + (
+            text = "..." if value is None else toml.format_value(value)
+            yield f"{'' if parameter.name in params else '# '}{parameter.name.ljust(width)} = {text}" + (
                 f"   # {description}" if description else ""
             )
         yield ""
@@ -148,13 +149,13 @@ class NewJob:
     def _format_model(self, frozen: str) -> Iterator[str]:
         yield "[model]               # docs/jobs.md lists the networks"
         for key, value in self.network.items():
-            yield f"{key} = {format_value(value)}"
+            yield f"{key} = {toml.format_value(value)}"
         if frozen:
             yield f'# weights = "FILE"    # of a pre-trained network, of which the method keeps {frozen}'
         yield ""
         yield "[input]               # scales of what the network gets"
         for key, value in self.data.input.items():
-            yield f"{key} = {format_value(value)}"
+            yield f"{key} = {toml.format_value(value)}"
 
     def _format_data(self) -> Iterator[str]:
         table = dict(self.data.data)
@@ -163,7 +164,7 @@ class NewJob:
             table["path"] = find_digits().name if is_digits else os.path.relpath(path, self.path.parent)
         yield "[data]                # of simulated devices; a board of your own names its data in agent.toml"
         for key, value in table.items():
-            yield f"{key} = {format_value(value)}"
+            yield f"{key} = {toml.format_value(value)}"
         if table.get("task", "classes") == "classes":
             yield 'partition = "dirichlet"   # shares of the classes differ between devices; with "iid" they are equal'
             yield "alpha = 0.5           # smaller values make shares differ more"
@@ -199,15 +200,6 @@ def has_donors(method: str) -> bool:
 
 def find_digits() -> Path:
     return demo.HERE / "digits.npz"
-
-
-def format_value(value: Any) -> str:
-    """Return a value as TOML in one line. "..." stands for None."""
-    if value is None:
-        return "..."
-    if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{toml.key_text(key)} = {format_value(item)}' for key, item in value.items())} }}"
-    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
 
 
 def _format_donors() -> Iterator[str]:

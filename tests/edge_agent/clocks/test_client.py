@@ -23,8 +23,8 @@ from fedquilt.edge_agent.clocks.client import SOCKET, ClockClient
 from fedquilt.edge_agent.clocks.clock_pin import ClockPin
 from fedquilt.edge_agent.clocks.helper import ClockHelper
 from fedquilt.edge_agent.devices import linux
-from fedquilt.testing.boards import write_fake_board
 from fedquilt.tools.boards import clocks as tool
+from tests.fake_boards import write_fake_board
 
 SLOW = OperatingPoint(name="slow", cpu_hz=345.6e6, busy_w=3.0)
 MAX = "sys/devices/system/cpu/cpufreq/policy0/scaling_max_freq"

@@ -13,7 +13,7 @@ import pytest
 from fedquilt.core import ClockError, OperatingPoint
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.controls import ClockControl, ControlWrite
-from fedquilt.testing.boards import BOARDS, write_fake_board
+from tests.fake_boards import BOARDS, write_fake_board
 
 
 def apply(writes: Iterable[ControlWrite]) -> None:

@@ -14,7 +14,7 @@ from fedquilt.core import ClockError, OperatingPoint
 from fedquilt.edge_agent.clocks import controls, owner_limits
 from fedquilt.edge_agent.clocks.clock_pin import ClockPin
 from fedquilt.edge_agent.devices import linux
-from fedquilt.testing.boards import write_fake_board
+from tests.fake_boards import write_fake_board
 
 FAST = OperatingPoint(name="fast", cpu_hz=1984e6, gpu_hz=918e6, busy_w=25.0)
 SLOW = OperatingPoint(name="slow", cpu_hz=1190.4e6, gpu_hz=612e6, busy_w=9.0)

@@ -13,7 +13,7 @@ import pytest
 from fedquilt.core import ClockError, OperatingPoint, StoreError
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.clock_pin import ClockPin
-from fedquilt.testing.boards import write_fake_board
+from tests.fake_boards import write_fake_board
 
 SLOW = OperatingPoint(name="slow", cpu_hz=345.6e6, gpu_hz=318.75e6, emc_hz=204e6, busy_w=3.0)
 POLICY = "sys/devices/system/cpu/cpufreq/policy0"

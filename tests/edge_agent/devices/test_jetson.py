@@ -1,4 +1,4 @@
-"""Jetsons. The trees are written from documented layouts (`fedquilt.testing.boards`), not recorded on boards."""
+"""Jetsons. The trees are written from documented layouts (`tests.fake_boards`), not recorded on boards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedquilt.edge_agent.clocks.controls import read_mode_name
 from fedquilt.edge_agent.devices import jetson_meters, linux
 from fedquilt.edge_agent.devices.jetson_meters import Ina3221
 from fedquilt.edge_agent.devices.linux import LinuxDevice, detect
-from fedquilt.testing.boards import BOARDS, write_fake_board
+from tests.fake_boards import BOARDS, write_fake_board
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
 ORIN = "sys/bus/i2c/drivers/ina3221/1-0040/hwmon/hwmon1"

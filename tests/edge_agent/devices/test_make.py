@@ -13,7 +13,7 @@ from fedquilt import profiles
 from fedquilt.core import JobError
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks.client import HelperStatus
-from fedquilt.testing.boards import write_fake_board
+from tests.fake_boards import write_fake_board
 
 
 def test_a_host_that_is_no_linux_is_told_what_to_do(tmp_path: Path):

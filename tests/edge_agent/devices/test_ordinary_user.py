@@ -17,11 +17,11 @@ from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import ClockClient, HelperStatus
 from fedquilt.edge_agent.devices.linux import LinuxDevice
-from fedquilt.testing.boards import BOARDS, write_fake_board
 from fedquilt.tools.boards import doctor
 from fedquilt.tools.boards.doctor import machine_facts
 from fedquilt.tools.boards.doctor.agent import Facts
 from fedquilt.tools.boards.doctor.findings import run_checks
+from tests.fake_boards import BOARDS, write_fake_board
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
 ONE_EACH = list({jetpack: (board, jetpack) for board, jetpack in EVERY}.values())  # a board of each JetPack

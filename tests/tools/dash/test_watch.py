@@ -16,7 +16,7 @@ from fedquilt.coordinator.rounds.events import UpdateAccepted, UpdateRejected
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.storage.suspended_jobs import Suspension
 from fedquilt.tools.operations.dash import home_watcher, pages, run_follower
-from fedquilt.tools.operations.dash.home_watcher import MAX_ENDED_FOLLOWERS, HomeWatcher
+from fedquilt.tools.operations.dash.home_watcher import MAX_ENDED_FOLLOWERS, HomeWatcher, NotFoundError
 from fedquilt.tools.operations.dash.run_follower import RunFollower
 
 DEVICES = dashes.names(10)
@@ -148,7 +148,7 @@ def test_a_long_list_comes_page_by_page(tmp_path: Path, page: int, found: tuple[
 def test_a_board_that_nobody_has_heard_of_is_no_other_board(tmp_path: Path, name: str) -> None:
     dashes.add_boards(tmp_path, DEVICES)
     Store(tmp_path).close()
-    with pytest.raises(pages.MissingDeviceError, match=name):
+    with pytest.raises(NotFoundError, match=name):
         watched(tmp_path, lambda made: pages.load_device_page(made, {}, name))
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from fedquilt.formats import toml
-from fedquilt.testing import boards
 from fedquilt.tools.boards import doctor
 from fedquilt.tools.boards.doctor import ExaminationTarget
 from fedquilt.tools.boards.doctor.findings import Finding
+from tests import fake_boards
 
 NOW_S = 1_795_000_000.0  # November 2026
 
@@ -69,7 +69,7 @@ class Board:
 @pytest.fixture
 def board(tmp_path: Path) -> Board:
     made = Board(tmp_path / "root")
-    boards.write_fake_board(made.root, "jetson-orin-nano", 6)
+    fake_boards.write_fake_board(made.root, "jetson-orin-nano", 6)
     made.write("usr/bin/python3.10", "")
     made.write("sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory hugetlb pids")
     made.write("etc/systemd/system/fedquilt-agent.service", "[Service]\nDelegate=memory\nMemoryMax=75%")

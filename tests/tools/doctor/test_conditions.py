@@ -12,13 +12,13 @@ from ordinary import User
 
 from fedquilt.core import OperatingPoint
 from fedquilt.edge_agent.clocks.client import HelperStatus
-from fedquilt.testing import boards
 from fedquilt.tools.boards import doctor
 from fedquilt.tools.boards.doctor import machine_facts
 from fedquilt.tools.boards.doctor.agent import Facts
 from fedquilt.tools.boards.doctor.findings import Finding, run_checks
 from fedquilt.tools.boards.doctor.machine import InstalledPackages
 from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
+from tests import fake_boards
 
 OC = "sys/class/hwmon/hwmon9"
 
@@ -105,7 +105,7 @@ def finds(root: Path) -> list[str]:
 
 def test_all_is_read_as_an_ordinary_user(user: User) -> None:
     root = user.folder / "board"
-    boards.write_fake_board(root, "jetson-orin-nano", 6)
+    fake_boards.write_fake_board(root, "jetson-orin-nano", 6)
     user.shut(root / "sys/kernel/debug")
     pin(root)
     for name, text in ((f"{OC}/oc1_event_cnt", "2"), ("sys/class/thermal/cooling_device0/type", "cpu-throttle-alert")):

@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from fedquilt.edge_agent.clocks.client import HelperResponse, HelperStatus
-from fedquilt.testing import boards
 from fedquilt.tools.boards import doctor
 from fedquilt.tools.boards.doctor import machine, machine_facts
 from fedquilt.tools.boards.doctor.agent import Facts
 from fedquilt.tools.boards.doctor.findings import Finding, run_checks
 from fedquilt.tools.boards.doctor.machine import InstalledPackages
 from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
+from tests import fake_boards
 
 
 def check(seen: MachineFacts, versions: Mapping[str, str] = {}) -> list[Finding]:
@@ -32,7 +32,7 @@ def test_a_healthy_board_has_no_finding(board: Any) -> None:
 
 @pytest.mark.parametrize(("name", "jetpack"), [("jetson-tx2", 4), ("jetson-agx-orin", 5), ("jetson-nano", 4)])
 def test_other_healthy_boards_have_none_either(tmp_path: Path, name: str, jetpack: int) -> None:
-    boards.write_fake_board(tmp_path, name, jetpack)
+    fake_boards.write_fake_board(tmp_path, name, jetpack)
     seen = dataclasses.replace(machine_facts.read_machine(tmp_path, 1.8e9, 0.0), python_version=(3, 10))
     found = check(seen, {"onnxruntime": "1.23.2"})
     assert [one for one in found if one.severity != "ok"] == []

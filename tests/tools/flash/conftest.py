@@ -72,7 +72,7 @@ def make(tmp_path: Path) -> Callable[..., Path]:
         board = bundle.BoardFiles("orin-1", files or {"agent.toml": b'device = "orin-1"\n'}, 1_000_000_000, enrols)
         house = (wheel(tmp_path / "wheels", "toy"),) if wheels is None else wheels
         folder = tmp_path / f"bundle-{count}"
-        bundle.write_folder(bundle.collect_files(board, target, house, ""), folder)
+        bundle.write_folder(bundle.collect_files(board, target, house), folder)
         return folder
 
     return make

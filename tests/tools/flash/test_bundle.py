@@ -188,7 +188,7 @@ def test_a_dashboard_is_a_unit_where_it_is_asked_for(site: Path) -> None:
 
 
 def test_a_coordinators_bundle_holds_its_key_for_root_alone(site: Path, tmp_path: Path) -> None:
-    files = bundle.collect_files(serving(site), JETSON, [wheel(tmp_path, "toy")], "toy==1.0\n")
+    files = bundle.collect_files(serving(site), JETSON, [wheel(tmp_path, "toy")])
     bundle.write_archive(files, tmp_path / "a.tar", "fedquilt-coordinator")
     with tarfile.open(tmp_path / "a.tar") as archive:
         modes = {entry.name: entry.mode for entry in archive}
@@ -201,9 +201,7 @@ def test_a_coordinators_bundle_holds_its_key_for_root_alone(site: Path, tmp_path
 
 def test_an_archive_is_the_same_for_the_same_board_and_its_readers_are_few(tmp_path: Path) -> None:
     house = [wheel(tmp_path, "toy")]
-    files = bundle.collect_files(
-        BoardFiles("orin-1", {"agent.toml": b"", "device.key": b"k"}, None), JETSON, house, "toy==1.0\n"
-    )
+    files = bundle.collect_files(BoardFiles("orin-1", {"agent.toml": b"", "device.key": b"k"}, None), JETSON, house)
     sizes = [bundle.write_archive(files, tmp_path / name, "fedquilt-orin-1") for name in ("a.tar", "b.tar")]
     assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
     assert sizes[0] == (tmp_path / "a.tar").stat().st_size
@@ -222,7 +220,7 @@ def test_the_software_has_one_name_whatever_the_settings(tmp_path: Path) -> None
     house = [wheel(tmp_path, "toy")]
 
     def id(board: BoardFiles, *more: Path) -> str:
-        return json.loads(bundle.collect_files(board, JETSON, [*house, *more], "")["bundle.json"])["id"]
+        return json.loads(bundle.collect_files(board, JETSON, [*house, *more])["bundle.json"])["id"]
 
     assert id(BoardFiles("a", {}, None)) == id(BoardFiles("b", {"agent.toml": b"x"}, 5))
     assert id(BoardFiles("a", {}, None)) != id(BoardFiles("a", {}, None), wheel(tmp_path, "other"))

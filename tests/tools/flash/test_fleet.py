@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tarfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +15,7 @@ from fedquilt import cli
 from fedquilt.core import JobError
 from fedquilt.formats import toml
 from fedquilt.tools.boards.flash import fleet
-from fedquilt.tools.boards.flash.fleet import BoardRow, EnrolmentState, FlashState
-from fedquilt.tools.identity.register import CertificateRegister, EnrolmentToken, IssuedCertificate
+from fedquilt.tools.identity.register import CertificateRegister
 
 pytestmark = pytest.mark.skipif(not TARGET, reason="no target is a machine like this one")
 
@@ -61,8 +60,6 @@ def test_each_board_gets_its_own_name_budget_and_token(site: Path, capfd: pytest
     assert {path.stat().st_mode & 0o777 for path in (site / "fedquilt-boards").glob("*.token")} == {0o600}
     assert "hall-b window" in said
     assert "me@orin-2" in said
-    assert said.count("waits for its first boot") == 2
-    assert "not enrolled yet: orin-1, orin-2" in said
 
 
 def test_a_run_that_broke_off_goes_on(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +68,7 @@ def test_a_run_that_broke_off_goes_on(site: Path, capfd: pytest.CaptureFixture[s
     both = capfd.readouterr()
     assert "1 of 2 boards were not flashed" in both.err
     assert "No route to host" in both.out
-    assert "not written: orin-2; repeat the command" in both.out
+    assert re.search("orin-2 .* not written: .*No route to host", both.out)
     made = (site / "fedquilt-boards/orin-1.tar").stat().st_mtime_ns
     token = (site / "fedquilt-boards/orin-2.token").read_bytes()
     (site / "down").unlink()
@@ -118,27 +115,8 @@ def test_a_row_that_changed_gets_a_new_token_once_the_first_is_spent(site: Path,
     (site / "boards.csv").write_text("name,budget\norin-1,2GB\n")
     assert flash(site) == 0
     with register.transaction():
-        taken = register.redeem_token(file.read_text().strip(), "orin-1", "key of the second card", time.time())
+        register.redeem_token(file.read_text().strip(), "orin-1", "key of the second card", time.time())
     register.close()
-    assert isinstance(taken, EnrolmentToken), taken
-
-
-@pytest.mark.parametrize("watch", [(), ("--watch",)])
-def test_a_watch_ends_with_the_enrolment_of_the_last_board(
-    site: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, watch: tuple[str, ...]
-) -> None:
-    (site / "boards.csv").write_text(TABLE.splitlines()[0] + "\norin-1,,1GB,hall-a,\n")
-
-    def enrols(seconds: float) -> None:
-        register = CertificateRegister(site / "ca/register.db")
-        register.add_certificate(issued(time.time() + 1, time.time() + 1e6)._replace(name="orin-1"))
-        register.close()
-
-    real = SimpleNamespace(sleep=enrols, time=time.time, strftime=time.strftime)
-    monkeypatch.setattr(fleet, "time", real)  # no other thread's sleep is meant
-    assert flash(site, *watch) == 0
-    last = capfd.readouterr().out.rsplit("written to", 1)[1]
-    assert f"{'enrolled' if watch else 'waits for its first boot'}" in last
 
 
 def test_a_dry_run_makes_no_token(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -169,59 +147,3 @@ def test_a_table_with_a_fault_is_refused_with_its_line(tmp_path: Path, text: str
         fleet.read_table(tmp_path / "t.csv")
     with pytest.raises(JobError, match="cannot be read"):
         fleet.read_table(tmp_path / "none.csv")
-
-
-# -- how they are ---------------------------------------------------------------------------------
-
-
-def issued(at_s: float, ends_s: float = 1e9, revoked_s: float | None = None) -> IssuedCertificate:
-    return IssuedCertificate("1", "a", "device", "k", at_s, ends_s, revoked_s, "")
-
-
-def test_enrolment_is_what_the_register_says() -> None:
-    token = EnrolmentToken("a", 100.0, 1000.0, None, None, None)
-    used = token._replace(used_s=200.0)
-    waits = EnrolmentState("waits for its first boot, until 1970-01-01 00:16 UTC", is_waiting=True)
-    assert fleet.determine_enrolment_state([], [token], 150.0) == waits
-    assert fleet.determine_enrolment_state([issued(50.0)], [token], 150.0) == waits
-    enrolled = EnrolmentState("enrolled 1970-01-01 00:03 UTC")
-    assert fleet.determine_enrolment_state([issued(50.0), issued(200.0)], [used], 250.0) == enrolled
-    assert fleet.determine_enrolment_state([], [token], 2000.0) == EnrolmentState("token expired", is_expired=True)
-    assert fleet.determine_enrolment_state([issued(50.0, revoked_s=60.0)], [], 150.0) == EnrolmentState()
-
-
-def test_a_watch_tells_each_change_once_and_ends_when_all_are_there() -> None:
-    rows = [BoardRow("a", "jetpack6"), BoardRow("b", "jetpack6"), BoardRow("lost", "jetpack6")]
-    waits, enrolled = EnrolmentState("waits", is_waiting=True), EnrolmentState("enrolled")
-    seen = iter([waits, waits, enrolled])
-    waited: list[float] = []
-    said: list[str] = []
-
-    def look() -> list[FlashState]:
-        enrolment = next(seen)
-        return [*(FlashState(one, "x.img", enrolment, True) for one in rows[:2]), FlashState(rows[2], "not", waits)]
-
-    ended = fleet.watch_boards(look, waited.append, said.append)
-    assert [one.enrolment for one in ended] == [enrolled, enrolled, waits]
-    assert len(waited) == 2
-    assert [line.split("  ")[1] for line in said if "  a: " in line] == ["a: waits", "a: enrolled"]
-    assert fleet.format_states(ended, 200)[-2:] == [
-        "not written: lost; repeat the command to continue with them",
-        "not enrolled yet: lost",
-    ]
-
-
-def test_states_join_table_and_register(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert flash(site) == 0
-    from fedquilt.tools.boards import flash as tool
-
-    plan = fleet.FlashPlan(tool.FlashContent(TARGET, site / "agent.toml"), None, site / "fedquilt-boards", site / "ca")
-    rows = fleet.read_table(site / "boards.csv", TARGET)
-    register = CertificateRegister(site / "ca/register.db")
-    with register.transaction():
-        register.add_certificate(issued(time.time() + 1, time.time() + 1e6)._replace(name="orin-1"))
-        register.add_certificate(issued(time.time() + 1, time.time() + 1e6)._replace(name="other", serial="2"))
-    register.close()
-    one, two = fleet.read_states(rows, plan, {"orin-2": "no route"})
-    assert one.enrolment.text.startswith("enrolled ")
-    assert two.enrolment.is_waiting

@@ -320,7 +320,7 @@ def test_an_ordinary_user_runs_what_was_installed(user: User, tmp_path: Path) ->
     house = (own_wheels.build_own_wheel(tmp_path),)
     folder = tmp_path / "bundle"
     bundle.write_folder(
-        bundle.collect_files(bundle.BoardFiles("orin-1", files, 1_000_000_000, False), HERE, house, ""), folder
+        bundle.collect_files(bundle.BoardFiles("orin-1", files, 1_000_000_000, False), HERE, house), folder
     )
     root = RootFileSystem(plant(user.folder / "board", python=sys.executable), print_line=lambda line: None)
     before = os.umask(0o077)

@@ -20,8 +20,8 @@ from fedquilt.transport.mqtt.link import MqttLink
 
 
 class Site(Certified):
-    def __init__(self, folder: Path, start: Callable[..., Any], crl_url: str | None = None) -> None:
-        super().__init__(folder, crl_url)
+    def __init__(self, folder: Path, start: Callable[..., Any]) -> None:
+        super().__init__(folder)
         self.out = folder / "etc"
         self.authority.issue_with_new_key(
             "tower", "observer", clock_s()
@@ -118,11 +118,7 @@ def test_who_has_no_certificate_or_one_that_is_not_good_stays_out_and_is_told_wh
     assert "signed by the broker's CA" in refusal(strange, stage)
 
 
-@pytest.mark.parametrize("crl_url", [None, "http://site/crl.pem"])
-def test_a_revoked_device_is_refused_once_the_broker_has_the_list(
-    tmp_path: Path, mosquitto: Callable[..., Any], stage: Any, crl_url: str | None
-) -> None:
-    site = Site(tmp_path, mosquitto, crl_url)
+def test_a_revoked_device_is_refused_once_the_broker_has_the_list(site: Site, stage: Any) -> None:
     lost, kept = site.broker("dev-a"), site.broker("dev-b")
     first: MqttLink = stage.join(lost, "first")
     first.wait_until_connected(LIMIT_S)
@@ -161,7 +157,7 @@ def test_writing_again_keeps_the_brokers_certificate_while_it_is_good(tmp_path: 
     out = tmp_path / "out"
 
     def written(hosts: list[str], at_s: float) -> bytes:
-        broker_config.write_config(authority, "mosquitto", hosts, out, at_s)
+        broker_config.write_config(authority, hosts, out, at_s)
         return (out / "broker.crt").read_bytes()
 
     first = written(["broker.site"], 0.0)
@@ -173,31 +169,6 @@ def test_writing_again_keeps_the_brokers_certificate_while_it_is_good(tmp_path: 
     assert third != second
     authority.revoke_name("broker", 601 * DAY_S)
     assert written(["10.0.0.1", "broker.site"], 601 * DAY_S) != third
-
-
-@pytest.mark.parametrize("crl_url", [None, "http://site/crl.pem"])
-def test_emqx_gets_the_same_rights_and_limits_in_its_own_words(tmp_path: Path, crl_url: str | None) -> None:
-    authority = CertificateAuthority.create(tmp_path / "ca", "site", clock_s(), crl_url)
-    authority.issue_with_new_key("tower", "observer", clock_s())
-    said = broker_config.write_config(
-        authority, "emqx", ["b"], tmp_path / "out", clock_s(), fleet="lab", installed="/x/y/"
-    )
-    conf, acl = ((tmp_path / "out" / name).read_text() for name in ("fedquilt.conf", "acl.conf"))
-    for line in (
-        "verify = verify_peer",
-        "fail_if_no_peer_cert = true",
-        f"enable_crl_check = {'false' if crl_url is None else 'true'}",
-        "peer_cert_as_username = cn",
-        "no_match = deny",
-        'path = "/x/y/acl.conf"',
-        "max_packet_size = 1MB",
-    ):
-        assert line in conf
-    assert conf.count("{") == conf.count("}")
-    assert '{deny, {username, "tower"}, publish, ["#"]}.' in acl.splitlines()[1]
-    assert '{allow, all, publish, ["fq/1/lab/dev/${username}/up/#"]}.' in acl
-    assert acl.endswith("{deny, all}.\n")
-    assert any("will not check revocations" in line for line in said) == (crl_url is None)
 
 
 def test_the_rules_that_the_pages_show_are_those_that_are_written() -> None:
@@ -214,10 +185,10 @@ def test_hosts_and_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> No
     for hosts, installed, match in (
         (["b"], "etc", "absolute path"),
         (["b"], '/a"b', "absolute path"),
-        ([], None, "--host"),
+        ([], "/x", "--host"),
     ):
         with pytest.raises(JobError, match=match):
-            broker_config.write_config(authority, "mosquitto", hosts, tmp_path / "out", clock_s(), installed=installed)
+            broker_config.write_config(authority, hosts, tmp_path / "out", clock_s(), installed=installed)
     with pytest.raises(JobError, match="neither a host name"):
-        broker_config.write_config(authority, "mosquitto", ["a b"], tmp_path / "out", clock_s())
+        broker_config.write_config(authority, ["a b"], tmp_path / "out", clock_s())
     assert not (tmp_path / "out" / "fedquilt.conf").exists()

@@ -80,7 +80,7 @@ def test_a_board_without_a_network_enrols_by_hand(folder: Path, capsys: pytest.C
 
 
 def test_a_port_that_there_is_not_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["broker", "config", "mosquitto", "--host", "h", "--out", "b", "--listen", "0.0.0.0:99999"]) == 2
+    assert main(["broker", "config", "--host", "h", "--out", "b", "--listen", "0.0.0.0:99999"]) == 2
     assert "'0.0.0.0:99999' is not a valid address" in capsys.readouterr().err
     assert not (folder / "b").exists()
 
@@ -96,6 +96,9 @@ def test_a_token_is_shown_once_or_written_for_its_owner_alone(folder: Path, caps
     assert re.fullmatch(r"[\w-]{32}\n", shown.out)
     assert "for one board named orin-*" in shown.err
     assert shown.out.strip() not in shown.err + said(capsys, "identity", "list")
+    Path("file").touch()
+    assert "file/token" in said(capsys, "identity", "token", "orin-6", "--out", "file/token", code=6)
+    assert "orin-6" not in said(capsys, "identity", "list")
     told = said(capsys, "identity", "token", "orin-7", "--out", "new/folder/token")
     assert Path("new/folder/token").stat().st_mode & 0o777 == 0o600
     assert Path("new/folder/token").read_text().strip() not in told
@@ -150,7 +153,7 @@ def test_an_operator_brings_up_a_fleet_that_only_its_boards_can_join(
     folder: Path, mosquitto: Callable[..., Any], processes: Processes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     etc = folder / "etc"
-    said(capsys, "broker", "config", "mosquitto", "--host", "127.0.0.1", "--out", "etc", "--installed", str(etc))
+    said(capsys, "broker", "config", "--host", "127.0.0.1", "--out", "etc", "--installed", str(etc))
     said(capsys, "identity", "issue", "coordinator", "--out", "own")
     url = mosquitto(*(etc / "fedquilt.conf").read_text().splitlines()[2:]).url.replace("mqtt://", "mqtts://")
     serve = [sys.executable, "-m", "fedquilt.cli", "identity", "serve", "--listen", "127.0.0.1:0"]

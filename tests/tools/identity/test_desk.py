@@ -26,7 +26,7 @@ class Office:
     def __init__(self, folder: Path) -> None:
         self.now_s = NOW_S
         self.authority = CertificateAuthority.create(folder, "site", NOW_S)
-        self.desk = EnrolmentService(self.authority, days=90, clock=lambda: self.now_s)
+        self.desk = EnrolmentService(self.authority, clock=lambda: self.now_s)
 
     def token(self, pattern: str) -> str:
         return self.authority.register.create_token(pattern, DAY_S, self.now_s)
@@ -129,11 +129,11 @@ def test_renewal_takes_a_valid_certificate_and_is_only_done_when_due(office: Off
     key = new_key()
     first = office.enrol("orin-7", office.token("orin-7"), key)
     request = SigningRequest("orin-7", create_signing_request(key, "orin-7"))
-    office.now_s += 59 * DAY_S
+    office.now_s += 243 * DAY_S
     assert office.desk.renew_certificate(request, first.serial) == first
-    office.now_s += 2 * DAY_S
+    office.now_s += DAY_S
     second = office.desk.renew_certificate(request, first.serial)
-    assert second.ends_s == office.now_s + 90 * DAY_S
+    assert second.ends_s == office.now_s + 365 * DAY_S
     assert (
         office.desk.renew_certificate(request, first.serial)
         == office.desk.renew_certificate(request, second.serial)
@@ -157,8 +157,8 @@ def test_renewal_is_refused_without_a_certificate_for_others_and_when_revoked(of
     ):
         with pytest.raises(JobError, match=said):
             office.desk.renew_certificate(request, serial)
-    office.now_s += 91 * DAY_S
-    with pytest.raises(JobError, match="expired at 2027-04-15"):
+    office.now_s += 366 * DAY_S
+    with pytest.raises(JobError, match="expired at 2028-01-15"):
         office.desk.renew_certificate(own, held.serial)
     office.now_s = NOW_S
     office.authority.revoke_name("orin-7", NOW_S)

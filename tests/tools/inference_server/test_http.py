@@ -172,7 +172,7 @@ def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Pat
     monkeypatch.setattr(
         inference_server, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: go_on.set())
     )
-    with inference_server._serve_http(service, ("127.0.0.1", 0), anywhere=False) as url:
+    with inference_server._serve_http(service, ("127.0.0.1", 0)) as url:
         thread = threading.Thread(target=ask, args=(url,))
         thread.start()
         begun.wait()

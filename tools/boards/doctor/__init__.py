@@ -20,7 +20,6 @@ from fedquilt.edge_agent import settings as agents
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.tools.boards.doctor import agent, broker, findings, machine, machine_facts
 from fedquilt.tools.boards.doctor.agent import Facts
-from fedquilt.tools.boards.doctor.broker import ExaminationDeadline
 from fedquilt.tools.boards.doctor.findings import EXIT, Check, Finding, Numbered, error, to_finding
 
 TIME_LIMIT_S: Final = 9.0
@@ -63,7 +62,7 @@ def select_groups(
     """
     if target.settings is not None and (target.home is not None or target.broker is not None):
         raise JobError(f"{target.settings} names the broker already: leave out --home and --broker of coordinators")
-    timer = ExaminationDeadline(time.monotonic() + limit_s - SPARE_TIME_S)
+    deadline_s = time.monotonic() + limit_s - SPARE_TIME_S
     now_s = time.time() if clock_s is None else clock_s
     groups: dict[str, Group] = {}
     settings: AgentSettings | None = None
@@ -75,7 +74,7 @@ def select_groups(
             groups["settings"] = lambda: [finding]
         else:
             settings = agent.settings_under_root(loaded, target.settings, target.root)
-            groups["broker"] = _group(broker.check_broker_for_device, settings, now_s, timer)
+            groups["broker"] = _group(broker.check_broker_for_device, settings, now_s, deadline_s)
     groups["machine"] = lambda: findings.run_checks(
         CHECKS, Facts.read(target.root, now_s, settings, target.settings, free)
     )
@@ -85,7 +84,7 @@ def select_groups(
         groups["coordinator"] = _group(check_coordinator, target.home, free)
     if target.broker is not None:
         groups["broker"] = _group(
-            broker.check_broker_for_coordinator, target.broker, target.home, target.fleet, now_s, timer
+            broker.check_broker_for_coordinator, target.broker, target.home, target.fleet, now_s, deadline_s
         )
     if not (target.settings or target.home or target.broker or target.root != machine_facts.ROOT):
         groups["operator"] = lambda: findings.run_checks(machine.OPERATOR, None)

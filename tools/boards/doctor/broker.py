@@ -13,7 +13,6 @@ that does not exist, where neither message nor response may pass.
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import logging
 import secrets
 import socket
@@ -27,7 +26,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import wire
+from fedquilt import metrics_endpoint, wire
 from fedquilt.core import FedquiltError, JobError, LinkError, WireError, WireMessage
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.security import authenticated_link, enrolment
@@ -45,16 +44,7 @@ from fedquilt.wire import MAX_CONTROL
 TEST_DEVICE: Final = "fedquilt-doctor"  # a device that does not exist
 GRACE_S: Final = 0.5  # wait for messages after the broker's acknowledgement
 CHUNK: Final = 1024
-RULES_FIX: Final = "fedquilt broker config mosquitto ..., which writes the access rules"
-
-
-@dataclass(frozen=True)
-class ExaminationDeadline:
-    deadline_s: float
-
-    def remaining_s(self, limit_s: float) -> float:
-        """Return the seconds left for a check, between 0.05 and `limit_s`."""
-        return max(min(limit_s, self.deadline_s - time.monotonic()), 0.05)
+RULES_FIX: Final = "fedquilt broker config ..., which writes the access rules"
 
 
 @dataclass(frozen=True)
@@ -79,7 +69,7 @@ def try_device(
     link: MqttLink,
     fleet: str,
     name: str,
-    deadline: ExaminationDeadline,
+    deadline_s: float,
     make_request: Callable[[], ProbeRequest] = make_blob_request,
 ) -> PermissionResult:
     """Test the rights of a device on its own branch and on another device's.
@@ -90,16 +80,16 @@ def try_device(
     own_branch, other_branch = (topics.device_topic(message, "up", "") for message in (name, TEST_DEVICE))
     messages: list[Message] = []
     link.subscribe(topics.device_filters(name))
-    refused = _send_request(link, topics, name, deadline, messages, make_request=make_request)
+    refused = _send_request(link, topics, name, deadline_s, messages, make_request=make_request)
     coordinator = _is_coordinator_online(messages, topics)
 
     def is_answered() -> bool:
         return any("/blob/" in message.topic or message.topic.endswith("/hello") for message in messages)
 
-    _receive_until(link, messages, is_answered, deadline.remaining_s(ANSWER_S if coordinator else 0.0))
+    _receive_until(link, messages, is_answered, _remaining_s(deadline_s, ANSWER_S if coordinator else 0.0))
     if not is_answered() and not coordinator:  # without access rules the message itself comes back
         link.subscribe([f"{own_branch}#"])
-        refused |= _send_request(link, topics, name, deadline, messages, is_answered, make_request)
+        refused |= _send_request(link, topics, name, deadline_s, messages, is_answered, make_request)
     arrived = is_answered()
     leaked_messages: list[Message] = []
     link.subscribe([f"{other_branch}#", topics.device_topic(TEST_DEVICE, "dn", "#")])
@@ -107,7 +97,7 @@ def try_device(
     def has_leaked() -> bool:
         return any(f"/dev/{TEST_DEVICE}/" in message.topic for message in leaked_messages)
 
-    other_refused = _send_request(link, topics, TEST_DEVICE, deadline, leaked_messages, has_leaked, make_request)
+    other_refused = _send_request(link, topics, TEST_DEVICE, deadline_s, leaked_messages, has_leaked, make_request)
     return PermissionResult(
         level=link.level,
         is_coordinator_online=coordinator,
@@ -119,7 +109,7 @@ def try_device(
     )
 
 
-def try_coordinator(link: MqttLink, fleet: str, deadline: ExaminationDeadline) -> PermissionResult:
+def try_coordinator(link: MqttLink, fleet: str, deadline_s: float) -> PermissionResult:
     topics = wire.Topics(fleet)
     messages: list[Message] = []
     link.subscribe(topics.coordinator_filters())
@@ -129,24 +119,22 @@ def try_coordinator(link: MqttLink, fleet: str, deadline: ExaminationDeadline) -
         topics.blob_topic(TEST_DEVICE, "dn", digest, "missing"),
         wire.encode(wire.MissingBlob(sha256=digest, reason="a self-test of fedquilt doctor")),
     )
-    _receive_until(link, messages, lambda: link.backlog == 0, deadline.remaining_s(ANSWER_S))
+    _receive_until(link, messages, lambda: link.backlog == 0, _remaining_s(deadline_s, ANSWER_S))
     refused = link.dropped > dropped_before
-    _receive_until(link, messages, lambda: bool(messages), deadline.remaining_s(GRACE_S))
+    _receive_until(link, messages, lambda: bool(messages), _remaining_s(deadline_s, GRACE_S))
     if not messages:
-        _send_request(link, topics, TEST_DEVICE, deadline, messages, lambda: bool(messages))
+        _send_request(link, topics, TEST_DEVICE, deadline_s, messages, lambda: bool(messages))
     return PermissionResult(
         level=link.level, is_refused=refused, has_arrived=bool(messages), is_disconnected=not link.connected
     )
 
 
-def try_observer(
-    link: MqttLink, fleet: str, name: str, deadline: ExaminationDeadline
-) -> tuple[PermissionResult, set[str]]:
+def try_observer(link: MqttLink, fleet: str, name: str, deadline_s: float) -> tuple[PermissionResult, set[str]]:
     """Test the rights of an observer. Return the result, and the devices whose messages were received."""
     topics = wire.Topics(fleet)
     messages: list[Message] = []
     link.subscribe([f"{topics.root}/dev/+/up/+", topics.coord])
-    refused = _send_request(link, topics, name, deadline, messages)
+    refused = _send_request(link, topics, name, deadline_s, messages)
     devices = {wire.device_from_topic(message.topic) for message in messages} - {""}
     return PermissionResult(
         level=link.level,
@@ -159,7 +147,7 @@ def try_observer(
 
 def judge_observer(result: PermissionResult, devices: Collection[str], broker: Broker) -> str | Problem:
     fix = (
-        "fedquilt broker config mosquitto --host BROKER --out FOLDER on the authority's machine, then copy FOLDER "
+        "fedquilt broker config --host BROKER --out FOLDER on the authority's machine, then copy FOLDER "
         "to the broker and reload it"
     )
     if result.level == 5 and not result.is_refused and not result.is_disconnected:
@@ -199,7 +187,7 @@ def _judge_other_branch(result: PermissionResult, broker: Broker) -> str | Probl
         sentence = f"{broker} delivers messages of this device on another device's branch, dev/{TEST_DEVICE}"
         if broker.tls or broker.user is not None:
             return error(sentence, RULES_FIX)
-        if is_loopback(broker):
+        if metrics_endpoint.is_loopback(broker.host):
             return f"{broker} has no access rules for devices, but only this machine can connect"
         return Problem(f"{sentence}, and has neither encryption nor users", RULES_FIX)
     if result.is_other_refused or result.level < 5:
@@ -216,11 +204,9 @@ def judge_coordinator(result: PermissionResult, broker: Broker) -> str | Problem
     return f"{broker} lets a coordinator send to devices; no device has published anything"
 
 
-def is_loopback(broker: Broker) -> bool:
-    try:
-        return ipaddress.ip_address(broker.host).is_loopback
-    except ValueError:
-        return broker.host == "localhost"
+def _remaining_s(deadline_s: float, limit_s: float) -> float:
+    """Return the seconds left for a check, between 0.05 and `limit_s`."""
+    return max(min(limit_s, deadline_s - time.monotonic()), 0.05)
 
 
 # -- probe messages -------------------------------------------------------------------------------
@@ -230,7 +216,7 @@ def _send_request(
     link: MqttLink,
     topics: wire.Topics,
     name: str,
-    deadline: ExaminationDeadline,
+    deadline_s: float,
     messages: list[Message],
     is_complete: Callable[[], bool] = lambda: False,
     make_request: Callable[[], ProbeRequest] = make_blob_request,
@@ -238,8 +224,8 @@ def _send_request(
     dropped_before = link.dropped
     topic_suffix, message = make_request()
     link.publish(topics.device_topic(name, "up", topic_suffix), wire.encode(message))
-    _receive_until(link, messages, lambda: link.backlog == 0, deadline.remaining_s(ANSWER_S))
-    _receive_until(link, messages, is_complete, deadline.remaining_s(GRACE_S))
+    _receive_until(link, messages, lambda: link.backlog == 0, _remaining_s(deadline_s, ANSWER_S))
+    _receive_until(link, messages, is_complete, _remaining_s(deadline_s, GRACE_S))
     return link.dropped > dropped_before
 
 
@@ -277,19 +263,17 @@ CheckSteps = Generator[Numbered, None, bool]
 # -- device and coordinator -----------------------------------------------------------------------
 
 
-def check_broker_for_device(
-    settings: AgentSettings, clock_s: float, deadline: ExaminationDeadline
-) -> Iterator[Numbered]:
+def check_broker_for_device(settings: AgentSettings, clock_s: float, deadline_s: float) -> Iterator[Numbered]:
     try:
         broker = Broker.from_url(**msgspec.structs.asdict(settings.broker))
     except FedquiltError:
         return  # FQ304 reports the error
-    if not (yield from check_connection(broker, clock_s, deadline)):
+    if not (yield from check_connection(broker, clock_s, deadline_s)):
         return
     if machine_facts.is_locked(Path(settings.home)):
         yield "FQ411", f"{settings.device}'s agent is running: stop it to have its rights at {broker} tested"
         return
-    with open_link(broker, f"{TEST_DEVICE}-{settings.device}", deadline) as link:
+    with open_link(broker, f"{TEST_DEVICE}-{settings.device}", deadline_s) as link:
         if isinstance(link, Problem):
             yield "FQ408", link
             return
@@ -298,48 +282,48 @@ def check_broker_for_device(
         make_request = make_blob_request
         if identity is not None:
             make_request = lambda: ("hello", authenticated_link.handshake_probe(identity))  # noqa: E731
-        result = try_device(link, settings.fleet, settings.device, deadline, make_request)
+        result = try_device(link, settings.fleet, settings.device, deadline_s, make_request)
         yield from judge_device(result, broker, settings.device)
         if identity is not None:
             verdict = check_handshake(
-                link, identity, settings.fleet, settings.device, result.is_coordinator_online, deadline
+                link, identity, settings.fleet, settings.device, result.is_coordinator_online, deadline_s
             )
         yield "FQ414", verdict
 
 
 def check_broker_for_coordinator(
-    table: Mapping[str, Any], home: Path | None, fleet: str, clock_s: float, deadline: ExaminationDeadline
+    table: Mapping[str, Any], home: Path | None, fleet: str, clock_s: float, deadline_s: float
 ) -> Iterator[Numbered]:
     try:
         broker = Broker.from_url(**table)
     except FedquiltError as problem:
         yield "FQ400", error(str(problem), "correct --broker and the options for its files")
         return
-    if not (yield from check_connection(broker, clock_s, deadline)):
+    if not (yield from check_connection(broker, clock_s, deadline_s)):
         return
     certificate = None if broker.cert is None else load_certificate(str(broker.cert))
     is_observer = certificate is not None and certificate.unit == authenticated_link.OBSERVER
     if not is_observer and home is not None and machine_facts.is_locked(home):
         yield "FQ413", f"a coordinator serves {home}: stop it to have its rights at {broker} tested"
         return
-    with open_link(broker, f"{TEST_DEVICE}-{'observer' if is_observer else 'coordinator'}", deadline) as link:
+    with open_link(broker, f"{TEST_DEVICE}-{'observer' if is_observer else 'coordinator'}", deadline_s) as link:
         if isinstance(link, Problem):
             yield "FQ408", link
             return
         yield from check_packet_limit(broker, link)
         if is_observer:
-            result, devices = try_observer(link, fleet, str(certificate and certificate.name), deadline)
+            result, devices = try_observer(link, fleet, str(certificate and certificate.name), deadline_s)
             yield "FQ415", judge_observer(result, devices, broker)
             return
         identity, verdict = load_identity(broker)
         yield "FQ414", verdict if identity is None else check_coordinator_certificate(identity, clock_s)
-        yield "FQ413", judge_coordinator(try_coordinator(link, fleet, deadline), broker)
+        yield "FQ413", judge_coordinator(try_coordinator(link, fleet, deadline_s), broker)
 
 
 # -- connection -----------------------------------------------------------------------------------
 
 
-def check_connection(broker: Broker, clock_s: float, deadline: ExaminationDeadline) -> CheckSteps:
+def check_connection(broker: Broker, clock_s: float, deadline_s: float) -> CheckSteps:
     """Yield findings on name, port and TLS up to the first error. Return True without errors."""
     try:
         addresses = socket.getaddrinfo(broker.host, broker.port, type=socket.SOCK_STREAM)
@@ -348,7 +332,7 @@ def check_connection(broker: Broker, clock_s: float, deadline: ExaminationDeadli
         return False
     yield "FQ401", f"{broker.host} is {', '.join(sorted({str(address[4][0]) for address in addresses}))}"
     try:
-        connection = socket.create_connection((broker.host, broker.port), deadline.remaining_s(PORT_S))
+        connection = socket.create_connection((broker.host, broker.port), _remaining_s(deadline_s, PORT_S))
     except OSError as problem:
         yield "FQ402", error(str(unreachable_error(broker, problem)), f"nc -vz {broker.host} {broker.port}")
         return False
@@ -356,18 +340,18 @@ def check_connection(broker: Broker, clock_s: float, deadline: ExaminationDeadli
     with connection:
         if not broker.tls:
             return True
-        number, verdict = _check_tls(broker, connection, clock_s, deadline)
+        number, verdict = _check_tls(broker, connection, clock_s, deadline_s)
     yield number, verdict
     return not (isinstance(verdict, Problem) and verdict.severity == "error")
 
 
-def _check_tls(broker: Broker, connection: socket.socket, clock_s: float, deadline: ExaminationDeadline) -> Numbered:
+def _check_tls(broker: Broker, connection: socket.socket, clock_s: float, deadline_s: float) -> Numbered:
     show_command = f"openssl s_client -connect {broker.host}:{broker.port} </dev/null"
     try:
-        connection.settimeout(deadline.remaining_s(PORT_S))
+        connection.settimeout(_remaining_s(deadline_s, PORT_S))
         with broker.tls_context().wrap_socket(connection, server_hostname=broker.host) as tls_socket:
             ends_s = ssl.cert_time_to_seconds(str((tls_socket.getpeercert() or {})["notAfter"]))
-            if broker.cert is not None and (refusal := _receive_tls_alert(tls_socket, deadline)) is not None:
+            if broker.cert is not None and (refusal := _receive_tls_alert(tls_socket, deadline_s)) is not None:
                 return "FQ408", error(str(unreachable_error(broker, refusal)), _login_fix(broker))
     except ssl.SSLCertVerificationError as problem:
         return _explain_untrusted_certificate(broker, problem, show_command)
@@ -381,9 +365,9 @@ def _check_tls(broker: Broker, connection: socket.socket, clock_s: float, deadli
     return "FQ403", f"the certificate of {broker} is trusted, and valid until {day}"
 
 
-def _receive_tls_alert(tls_socket: ssl.SSLSocket, deadline: ExaminationDeadline) -> ssl.SSLError | None:
+def _receive_tls_alert(tls_socket: ssl.SSLSocket, deadline_s: float) -> ssl.SSLError | None:
     # TLS 1.3 checks the client's certificate after the handshake
-    tls_socket.settimeout(deadline.remaining_s(ALERT_S))
+    tls_socket.settimeout(_remaining_s(deadline_s, ALERT_S))
     try:
         tls_socket.recv(1)
     except ssl.SSLError as alert:
@@ -407,7 +391,7 @@ def _explain_untrusted_certificate(
 
 
 @contextmanager
-def open_link(broker: Broker, client: str, deadline: ExaminationDeadline) -> Iterator[MqttLink | Problem]:
+def open_link(broker: Broker, client: str, deadline_s: float) -> Iterator[MqttLink | Problem]:
     """Yield a connected link without a session, or the problem if the broker refuses the login."""
     log = logging.getLogger("fedquilt.transport.mqtt")
     level = log.level
@@ -415,7 +399,7 @@ def open_link(broker: Broker, client: str, deadline: ExaminationDeadline) -> Ite
     link = MqttLink(dataclasses.replace(broker, session_expiry_s=0), client)
     try:
         try:
-            link.wait_until_connected(deadline.remaining_s(CONNECT_S))
+            link.wait_until_connected(_remaining_s(deadline_s, CONNECT_S))
         except LinkError as problem:
             yield error(str(problem), _login_fix(broker))
         else:
@@ -457,20 +441,20 @@ def load_identity(broker: Broker) -> tuple[LinkIdentity | None, str | Problem]:
         return None, error(str(problem), "add ca")
     if identity is not None:
         return identity, ""
-    if is_loopback(broker):
+    if metrics_endpoint.is_loopback(broker.host):
         return None, f"{authenticated_link.UNSIGNED}, but only this machine can connect to {broker}"
     fix = "fedquilt identity gives both sides a certificate (docs/security.md)"
     return None, Problem(authenticated_link.UNSIGNED, fix)
 
 
 def check_handshake(
-    link: MqttLink, identity: LinkIdentity, fleet: str, name: str, is_online: bool | None, deadline: ExaminationDeadline
+    link: MqttLink, identity: LinkIdentity, fleet: str, name: str, is_online: bool | None, deadline_s: float
 ) -> str | Problem:
     """Return the verdict on a device's handshake. With an offline coordinator, return at once."""
     device_link = AuthenticatedDeviceLink(link, identity, fleet, name)
-    deadline_s = time.monotonic() + deadline.remaining_s(ANSWER_S if is_online else 0.0)
+    answer_deadline_s = time.monotonic() + _remaining_s(deadline_s, ANSWER_S if is_online else 0.0)
     device_link.receive()
-    while not device_link.connected and link.connected and (remaining_s := deadline_s - time.monotonic()) > 0:
+    while not device_link.connected and link.connected and (remaining_s := answer_deadline_s - time.monotonic()) > 0:
         link.wait(remaining_s)
         device_link.receive()
     if device_link.connected:

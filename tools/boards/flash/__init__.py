@@ -25,6 +25,7 @@ from fedquilt.console import progress
 from fedquilt.core import JobError, LinkError
 from fedquilt.edge_agent.upgrade import archive
 from fedquilt.edge_agent.upgrade.archive import UpgradeManifest
+from fedquilt.host.disk import REAL
 from fedquilt.tools.boards import targets
 from fedquilt.tools.boards.flash import bundle, image, install, wheels
 from fedquilt.tools.boards.flash.bundle import CoordinatorFiles
@@ -116,8 +117,8 @@ def _collect_bundle_files(
     ]  # "gpu" and "onnx" exclude each other
     extras = sorted({*content.extras, *own_extras})
     wheel_name: OwnWheel = "fedquilt" if content.role == "coordinator" else "fedquilt-board"
-    paths, lock_text = wheels.collect_wheels(target, extras, wheel_name)
-    files = bundle.collect_files(board, target, paths, lock_text)
+    paths = wheels.collect_wheels(target, extras, wheel_name)
+    files = bundle.collect_files(board, target, paths)
     size = sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values())
     print_line(
         f"{board.device}: {len(paths)} wheels for {target.name}, Python {target.python}; {size / 1e6:.1f} MB in all"
@@ -134,7 +135,7 @@ def write_upgrade_bundle(
     """
     target = targets.find_target(content.target, content.python)
     progress.LINE.set_part("wheels, of which new ones are downloaded", 0, 2)
-    paths, _ = wheels.collect_wheels(target, sorted({*content.extras, "identity"}))
+    paths = wheels.collect_wheels(target, sorted({*content.extras, "identity"}))
     progress.LINE.set_part(f"packing {len(paths)} wheels" if with_dependencies else "packing fedquilt's wheel", 1, 2)
     included, omitted = (paths, []) if with_dependencies else (paths[:1], paths[1:])
     manifest = UpgradeManifest(
@@ -142,7 +143,7 @@ def write_upgrade_bundle(
         version=fedquilt.__version__,
         machine=target.machine,
         python=target.python,
-        wheels={path.name: wheels.file_sha256(path) for path in included},
+        wheels={path.name: REAL.hash_file(path) for path in included},
         unpacked_bytes=sum(map(bundle.unpacked_bytes, included)),
         present={wheel.name: wheel.version for wheel in map(wheels.Wheel.from_file, omitted)},
         made_s=int(time.time()),

@@ -1,6 +1,6 @@
 """Bundle for a board: a folder or tar archive that installs without a network.
 
-bundle.json  install.sh  install.py  environment.py  launch.py  sysusers.conf  requirements.txt
+bundle.json  install.sh  install.py  environment.py  launch.py  sysusers.conf
 wheels/      etc/ -> /etc/fedquilt      units/ -> /etc/systemd/system
 """
 
@@ -29,8 +29,8 @@ from fedquilt.edge_agent import settings as agents
 from fedquilt.edge_agent.upgrade import launcher
 from fedquilt.formats import toml
 from fedquilt.host import virtual_environment
-from fedquilt.host.disk import disk_errors
-from fedquilt.tools.boards.flash import install, wheels
+from fedquilt.host.disk import REAL, disk_errors
+from fedquilt.tools.boards.flash import install
 from fedquilt.tools.boards.targets import BundleTarget
 from fedquilt.transport.mqtt.broker import Broker
 
@@ -40,7 +40,6 @@ HOME: Final = "/var/lib/fedquilt"
 DAEMON_BYTES: Final = 256 << 20  # memory of the agent and its libraries, without tasks
 BROKER_FILE_NAMES: Final = {"ca": "ca.crt", "cert": "device.crt", "key": "device.key", "password_file": "password"}
 OWN_CREDENTIALS: Final = "/run/fedquilt-agent"
-LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 SPECIAL_CHARACTERS: Final = r"[\s%$\"'\\;|&<>`()*?]"  # characters with a meaning to systemd or a shell
 HIDDEN_FOLDERS: Final = ("/home/", "/root/", "/run/", "/tmp/", "/var/tmp/", "/dev/", "/proc/", "/sys/")  # noqa: S108
 SECRET_FILES: Final = frozenset({"etc/device.key", "etc/coordinator.key", "etc/password", "etc/token"})
@@ -130,7 +129,7 @@ def read_board_files(
 def _resolve_model_folder(table: agents.ModelSettings) -> str | None:
     if table.serve is not None:
         host, _ = metrics_endpoint.parse_listen_address(table.serve)
-        if host not in LOOPBACK or re.search(SPECIAL_CHARACTERS, table.serve):
+        if not metrics_endpoint.is_loopback(host) or re.search(SPECIAL_CHARACTERS, table.serve):
             raise JobError(
                 f"[models] serve = {table.serve!r} is not a loopback address: write 127.0.0.1:PORT, and give other "
                 "machines access through a proxy"
@@ -247,14 +246,13 @@ def fill_template(text: str, values: Mapping[str, str]) -> str:
 
 
 def collect_files(
-    board: BoardFiles | CoordinatorFiles, target: BundleTarget, wheel_paths: Sequence[Path], lock_text: str
+    board: BoardFiles | CoordinatorFiles, target: BundleTarget, wheel_paths: Sequence[Path]
 ) -> dict[str, bytes | Path]:
     """Return a bundle's files by their path in the bundle, each as its content or as a file to copy."""
-    digests = {path.name: wheels.file_sha256(path) for path in wheel_paths}
+    digests = {path.name: REAL.hash_file(path) for path in wheel_paths}
     files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in wheel_paths}
     files |= {f"etc/{name}": data for name, data in board.files.items()}
     files |= {f"units/{name}": data for name, data in render_units(board, target.systemd).items()}
-    files["requirements.txt"] = lock_text.encode()
     programs = {"sysusers.conf": FOLDER / "sysusers.conf", "install.py": FOLDER / "install.py"}
     programs |= {"environment.py": Path(virtual_environment.__file__), "launch.py": Path(launcher.__file__)}
     files |= {name: path.read_bytes() for name, path in programs.items()}

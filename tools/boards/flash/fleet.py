@@ -15,10 +15,10 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -31,18 +31,11 @@ from fedquilt.security import enrolment
 from fedquilt.tools.boards import flash as tool
 from fedquilt.tools.boards import targets
 from fedquilt.tools.boards.flash import image
-from fedquilt.tools.identity.register import (
-    TOKEN_VALIDITY_S,
-    CertificateRegister,
-    EnrolmentToken,
-    IssuedCertificate,
-    format_time,
-)
+from fedquilt.tools.identity.register import TOKEN_VALIDITY_S, CertificateRegister
 
 COLUMNS: Final = ("name", "target", "budget", "labels", "address")
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-POLL_S: Final = 2.0
-HEADER: Final = ("board", "labels", "target", "written to", "enrolment")
+HEADER: Final = ("board", "labels", "target", "written to")
 PrintLine = Callable[[str], None]
 
 
@@ -77,19 +70,6 @@ class FlashRecord(msgspec.Struct, frozen=True):
     inputs: str  # hash of all inputs of the bundle
     destination: str
     written_s: float  # since 1970
-
-
-class EnrolmentState(NamedTuple):
-    text: str = "-"
-    is_waiting: bool = False
-    is_expired: bool = False
-
-
-class FlashState(NamedTuple):
-    row: BoardRow
-    destination: str  # destination, or reason for a failure
-    enrolment: EnrolmentState = EnrolmentState()
-    is_done: bool = False
 
 
 # -- table ----------------------------------------------------------------------------------------
@@ -218,8 +198,9 @@ def _reuse_or_create_token(row: BoardRow, plan: FlashPlan, now_s: float) -> Path
     path = plan.folder / f"{row.name}.token"
     with closing(CertificateRegister(plan.authority / "register.db")) as register:
         if not path.is_file() or not register.is_redeemable(path.read_text(errors="replace").strip(), now_s):
-            text = register.create_token(row.name, TOKEN_VALIDITY_S, now_s)
-            enrolment.write_file_with_mode(path, f"{text}\n".encode(), 0o600)
+            with register.transaction():
+                text = register.create_token(row.name, TOKEN_VALIDITY_S, now_s)
+                enrolment.write_file_with_mode(path, f"{text}\n".encode(), 0o600)
     return path
 
 
@@ -241,74 +222,24 @@ def find_record(row: BoardRow, plan: FlashPlan) -> FlashRecord | None:
     return record if is_output_present and record.inputs == _hash_inputs(row, plan) else None
 
 
-# -- states ---------------------------------------------------------------------------------------
+# -- result ---------------------------------------------------------------------------------------
 
 
-def read_states(rows: Sequence[BoardRow], plan: FlashPlan, failed: Mapping[str, str]) -> list[FlashState]:
-    path = plan.authority / "register.db"
-    with closing(CertificateRegister(path)) if path.is_file() else nullcontext() as register:
-        tokens = [] if register is None else register.list_tokens()
-        states = []
-        for row in rows:
-            record = find_record(row, plan)
-            certificates = [] if register is None else register.list_certificates(row.name)
-            destination = record.destination if record else f"not written: {failed.get(row.name, 'not yet')}"
-            board_tokens = [token for token in tokens if token.pattern == row.name]
-            enrolment_state = determine_enrolment_state(certificates, board_tokens, time.time())
-            states.append(FlashState(row, destination, enrolment_state, record is not None))
-        return states
-
-
-def determine_enrolment_state(
-    certs: Sequence[IssuedCertificate], tokens: Sequence[EnrolmentToken], now_s: float
-) -> EnrolmentState:
-    valid = [cert for cert in certs if cert.revoked_s is None and cert.ends_s > now_s]
-    token = tokens[-1] if tokens else None
-    if token is not None and token.used_s is None and not any(cert.issued_s >= token.made_s for cert in valid):
-        if token.ends_s <= now_s:
-            return EnrolmentState("token expired", is_expired=True)
-        return EnrolmentState(f"waits for its first boot, until {format_time(token.ends_s)}", is_waiting=True)
-    return EnrolmentState(f"enrolled {format_time(valid[-1].issued_s)}") if valid else EnrolmentState()
-
-
-def format_states(states: Sequence[FlashState], width: int | None = None) -> list[str]:
-    rows = [(s.row.name, " ".join(s.row.labels), s.row.target, s.destination, s.enrolment.text) for s in states]
-    lines = table.format_table([HEADER, *rows], "<", width)
-    if missing := [state.row.name for state in states if not state.is_done]:
-        lines.append(f"not written: {', '.join(missing)}; repeat the command to continue with them")
-    if waiting := [state.row.name for state in states if state.enrolment.is_waiting or state.enrolment.is_expired]:
-        lines.append(f"not enrolled yet: {', '.join(waiting)}")
-    return lines
-
-
-def watch_boards(
-    read_current_states: Callable[[], Sequence[FlashState]], wait: Callable[[float], None], print_line: PrintLine
-) -> Sequence[FlashState]:
-    """Print changes of enrolment until no flashed board waits for its first boot. Return the states."""
-    last_enrolments: dict[str, EnrolmentState] = {}
-    while True:
-        states = read_current_states()
-        for state in states:
-            if last_enrolments.get(state.row.name) != state.enrolment:
-                last_enrolments[state.row.name] = state.enrolment
-                print_line(f"{time.strftime('%H:%M:%S')}  {state.row.name}: {state.enrolment.text}")
-        if not any(state.enrolment.is_waiting for state in states if state.is_done):
-            return states
-        wait(POLL_S)
-
-
-def flash_table(table: Path, target: str | None, plan: FlashPlan, *, watch: bool) -> None:
-    """Flash the boards of a table and print their states. Raise JobError if a board failed.
-
-    With `watch`, wait until all boards are enrolled, or for KeyboardInterrupt.
-    """
-    rows = read_table(table, target)
+def flash_table(table_path: Path, target: str | None, plan: FlashPlan) -> None:
+    """Flash the boards of a table and print their destinations. Raise JobError if a board failed."""
+    rows = read_table(table_path, target)
     failed = flash_boards(rows, plan)
-    if plan.dry_run:
-        return
-    states: Sequence[FlashState] = []
-    with suppress(KeyboardInterrupt):
-        states = watch_boards(lambda: read_states(rows, plan, failed), time.sleep, print) if watch else []
-    print("\n".join(format_states(states or read_states(rows, plan, failed))))
+    if not plan.dry_run:
+        print("\n".join(format_destinations(rows, plan, failed)))
     if failed:
         raise JobError(f"{len(failed)} of {len(rows)} boards were not flashed: repeat the command to continue")
+
+
+def format_destinations(rows: Sequence[BoardRow], plan: FlashPlan, failed: Mapping[str, str]) -> list[str]:
+    records = {row.name: find_record(row, plan) for row in rows}
+    destinations = {
+        name: record.destination if record else f"not written: {failed.get(name, 'not yet')}"
+        for name, record in records.items()
+    }
+    cells = [(row.name, " ".join(row.labels), row.target, destinations[row.name]) for row in rows]
+    return table.format_table([HEADER, *cells], "<")

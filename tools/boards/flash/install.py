@@ -218,6 +218,7 @@ def install_bundle(bundle: Path, root: RootFileSystem, *, start: bool = True) ->
 def _install_and_start(bundle: Path, root: RootFileSystem, manifest: Mapping[str, Any], start: bool) -> int:
     changes_before = root.changes
     _install_packages(bundle, root, manifest)
+    _remove_other_packages(root, manifest["id"])
     _install_settings(bundle, root, manifest)
     units = sorted(name.split("/")[1] for name in manifest["files"] if name.startswith("units/"))
     for unit in units:
@@ -241,10 +242,12 @@ def _install_packages(bundle: Path, root: RootFileSystem, manifest: Mapping[str,
         if root.record_change(f"unpack {len(manifest['wheels'])} wheels into /{home}"):
             _unpack_environment(bundle, root.path_for(home), manifest)
     root.create_symlink(f"{PROGRAM_FOLDER}/current", manifest["id"])
-    keep = {"current", "installed.json", manifest["id"]}
+
+
+def _remove_other_packages(root: RootFileSystem, id: str) -> None:
     folder = root.path_for(PROGRAM_FOLDER)
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.name not in keep:
+        if path.name not in ("current", "installed.json", id):
             root.remove_path(f"{PROGRAM_FOLDER}/{path.name}")
 
 
@@ -265,7 +268,7 @@ def _unpack_environment(bundle: Path, home: Path, manifest: Mapping[str, Any]) -
     if virtual_environment.compile_packages(temporary, manifest["python"], f"/{PROGRAM_FOLDER}/current"):
         (temporary / "compiled").touch()  # else fedquilt-compile.service does it at the first boot
     shutil.copy(bundle / "bundle.json", temporary / "bundle.json")
-    virtual_environment.make_world_readable(temporary)
+    virtual_environment.set_public_modes(temporary)
     temporary.replace(home)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from fedquilt.core import DECODE_ERRORS, JobError, StoreError
-from fedquilt.host.disk import disk_errors
+from fedquilt.host.disk import REAL, disk_errors
 from fedquilt.tools.boards.flash import own_wheels
 from fedquilt.tools.boards.flash.own_wheels import OwnWheel
 from fedquilt.tools.boards.targets import NUMPY_2, BundleTarget
@@ -70,10 +70,8 @@ class Wheel:
 # -- wheels of a target ---------------------------------------------------------------------------
 
 
-def collect_wheels(
-    target: BundleTarget, extras: Sequence[str], name: OwnWheel = "fedquilt-board"
-) -> tuple[list[Path], str]:
-    """Return the wheels for a target, fedquilt's own first, and their lock file.
+def collect_wheels(target: BundleTarget, extras: Sequence[str], name: OwnWheel = "fedquilt-board") -> list[Path]:
+    """Return the wheels for a target, fedquilt's own first.
 
     Wheels are downloaded once into the user's cache, so that all boards of a fleet get the same versions. pip's own
     variables hold as usual: PIP_EXTRA_INDEX_URL names a further index, preferred over PyPI for packages with GPU
@@ -109,13 +107,13 @@ def collect_wheels(
         if downloaded is None:
             downloaded = WheelDownload(own_wheel, extras, target, folder, index, constraint).run()
             cached = CachedWheels(
-                request_sha256=request_sha256, sha256_by_name={path.name: file_sha256(path) for path in downloaded}
+                request_sha256=request_sha256, sha256_by_name={path.name: REAL.hash_file(path) for path in downloaded}
             )
             (folder / "kept.json").write_bytes(msgspec.json.encode(cached))
         for wheel_path in folder.glob("*.whl"):
             if wheel_path != own_wheel.path and wheel_path not in downloaded:
                 wheel_path.unlink()
-        return [own_wheel.path, *downloaded], format_lock([own_wheel.path, *downloaded])
+        return [own_wheel.path, *downloaded]
 
 
 def _read_constraints(constraint: Path | None) -> bytes:
@@ -126,22 +124,6 @@ def _read_constraints(constraint: Path | None) -> bytes:
         raise JobError(f"PIP_CONSTRAINT {constraint} cannot be read ({error.strerror}): {fix}") from None
 
 
-def format_lock(wheels: Sequence[Path]) -> str:
-    """Return a requirements file with version and sha256 of each wheel, sorted by name."""
-    sorted_wheels = sorted((Wheel.from_file(path) for path in wheels), key=lambda wheel: wheel.name)
-    return "".join(
-        f"{wheel.name}=={wheel.version} --hash=sha256:{file_sha256(wheel.path)}\n" for wheel in sorted_wheels
-    )
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _load_cached_wheels(folder: Path, request_sha256: str) -> list[Path] | None:
     try:
         cached = msgspec.json.decode((folder / "kept.json").read_bytes(), type=CachedWheels)
@@ -149,7 +131,7 @@ def _load_cached_wheels(folder: Path, request_sha256: str) -> list[Path] | None:
         return None
     paths = {folder / name: digest for name, digest in cached.sha256_by_name.items()}
     if cached.request_sha256 != request_sha256 or not all(
-        path.is_file() and file_sha256(path) == digest for path, digest in paths.items()
+        path.is_file() and REAL.hash_file(path) == digest for path, digest in paths.items()
     ):
         return None
     return list(paths)

@@ -31,9 +31,9 @@ from fedquilt.edge_agent.task.protocol import WorkResult
 from fedquilt.host import process_resources
 from fedquilt.tools.boards import clocks
 from fedquilt.tools.boards.gpu_check import tasks
+from fedquilt.tools.boards.gpu_check.load_meter import MAX_OTHER_LOAD, LoadMeter
 from fedquilt.tools.boards.gpu_check.tasks import Row
 from fedquilt.tools.boards.record import measurement, probes
-from fedquilt.tools.report.thresholds import MAX_OTHER_LOAD, LoadMeter
 
 Verdict: TypeAlias = Literal["ok", "skipped", "refused", "warning", "error"]
 EXIT_CODES: Final[dict[Verdict, int]] = {"ok": 0, "skipped": 10, "refused": 10, "warning": 10, "error": 11}

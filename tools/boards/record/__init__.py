@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -19,6 +18,7 @@ from fedquilt import profiles
 from fedquilt.core import ClockError, OperatingPoint, Rates
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks.client import SOCKET, ClockClient, ClockState
+from fedquilt.formats import toml
 from fedquilt.host import disk
 from fedquilt.profiles import BoardProfile, ClockSteps, NumberSource, ProfilePoint, SourcedValue, add_checksum, fit
 from fedquilt.profiles import clock_model as laws
@@ -343,33 +343,18 @@ def format_board(board: BoardProfile) -> str:
     keys = ("board", "title", "memory_bytes", "idle_w")
     parts = [_format_table({key: table_values[key] for key in keys if key in table_values})]
     parts += [
-        f"[sources.{_format_key(key)}]\n{_format_table(source)}" for key, source in table_values["sources"].items()
+        f"[sources.{toml.key_text(key)}]\n{_format_table(source)}" for key, source in table_values["sources"].items()
     ]
     parts += [
         f"[clocks.{axis}]\n{_format_table(steps)}" for axis, steps in table_values.get("clocks", {}).items() if steps
     ]
     parts += [f"[{key}]\n{_format_table(table_values[key])}" for key in ("model", "thermal") if key in table_values]
     parts += [
-        f"[workloads.{_format_key(key)}]\n{_format_table(times)}" for key, times in table_values["workloads"].items()
+        f"[workloads.{toml.key_text(key)}]\n{_format_table(times)}" for key, times in table_values["workloads"].items()
     ]
     parts += [f"[[points]]\n{_format_table(point)}" for point in table_values["points"]]
     return add_checksum("\n".join(parts))
 
 
-def _format_key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _format_value(name)
-
-
 def _format_table(table: Mapping[str, Any]) -> str:
-    return "".join(f"{key} = {_format_value(value)}\n" for key, value in table.items() if value is not None)
-
-
-def _format_value(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_format_value(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_format_value(item) for item in value) + "]"
-    if isinstance(value, float):
-        return str(int(value)) if value.is_integer() and abs(value) < 2**63 else repr(value)
-    # JSON strings are TOML strings, except for DEL and surrogate pairs, which TOML writes as characters
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+    return "".join(f"{key} = {toml.format_value(value)}\n" for key, value in table.items() if value is not None)

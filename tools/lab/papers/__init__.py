@@ -24,7 +24,6 @@ from fedquilt.tools.lab.papers import cells
 from fedquilt.tools.lab.papers import grid as grids
 from fedquilt.tools.lab.papers.cells import GridCell, read_value
 from fedquilt.tools.lab.papers.grid import ClaimSpec, Grid, GridColumn, GridTable
-from fedquilt.tools.report import plots
 
 CACHE_FOLDER: Final = Path("fedquilt-compare")
 
@@ -115,11 +114,10 @@ def list_or_run_tables(
     columns: Sequence[str] | None,
     rows: Sequence[str] | None,
     out: Path | None,
-    picture: Path | None,
     cache_folder: Path = CACHE_FOLDER,
     format: str,
 ) -> int:
-    """List the tables, or run one and write JSON and SVG. Return 1 if a claim fails, otherwise 0."""
+    """List the tables, or run one and write its JSON. Return 1 if a claim fails, otherwise 0."""
     tables = load_tables()
     if name is None:
         rows_of_list = [
@@ -137,8 +135,6 @@ def list_or_run_tables(
     print(text if format == "json" else "\n".join(lines))
     if out is not None:
         disk.write_output(out, text + "\n")
-    if picture is not None:
-        disk.write_output(picture, draw_picture(table.grid, result))
     return 0 if all(claim["reached"] for claim in result["figures"].values()) else 1
 
 
@@ -325,18 +321,3 @@ def format_spread(values: Sequence[Any], scale: float, digits: int, each_seed: b
         return ""
     deviation = f" ± {statistics.stdev(numbers):.{digits}f}" if len(numbers) > 1 else ""
     return f"{statistics.fmean(numbers):.{digits}f}{deviation}"
-
-
-def draw_picture(grid: Grid, result: Mapping[str, Any]) -> str:
-    """Return an SVG with a plot for each shown value: a line for each row and column, a dot for each seed."""
-    plot_list = []
-    for shown_column in [shown_column for shown_column in grid.show if shown_column.value != "rounds_to"]:
-        lines = [
-            plots.DotRow(", ".join(filter(None, [row, column])), [shown_column.scale * value for value in numbers])
-            for column, rows in result["columns"].items()
-            for row, entry in rows.items()
-            if (numbers := [value for value in entry["values"][shown_column.value] if value is not None])
-        ]
-        if lines:
-            plot_list.append(plots.plot_dots(lines, f"{result['table']}: {shown_column.title}", shown_column.title))
-    return plots.render_file(*plot_list)

@@ -32,7 +32,7 @@ from fedquilt.host.http_server import Connection, ConnectionLimiter
 from fedquilt.tools.operations import access_control
 from fedquilt.tools.operations.access_control import AccessPolicy
 from fedquilt.tools.operations.dash import pages
-from fedquilt.tools.operations.dash.home_watcher import HomeWatcher, MissingRunError
+from fedquilt.tools.operations.dash.home_watcher import HomeWatcher, NotFoundError
 from fedquilt.tools.operations.dash.reports import ReportBuilder
 
 log = logging.getLogger("fedquilt.dash")
@@ -86,7 +86,7 @@ class Dashboard:
             FedquiltError: _handle_fedquilt_error,
             Exception: _handle_unexpected_error,
         }
-        return SecuredApp(Starlette(routes=routes, exception_handlers=handlers), self._names)
+        return add_security(Starlette(routes=routes, exception_handlers=handlers), self._names)
 
     # -- pages --
 
@@ -113,18 +113,13 @@ class Dashboard:
     def _make_cached_json_handler(self, load: PageLoader) -> Callable[[Request], Awaitable[Response]]:
         async def handle_request(request: Request) -> Response:
             key, changes = f"{request.url.path}?{request.url.query}", dict(self._watcher.changes)
-            cached = self._responses.pop(key, None)
+            cached = self._responses.get(key)
             if cached is None or cached[0] != changes or time.monotonic() > cached[1] + RESPONSE_TTL_S:
-                cached = (
-                    changes,
-                    time.monotonic(),
-                    msgspec.json.encode(
-                        await load(self._watcher, dict(parse_qsl(request.url.query)), *request.path_params.values())
-                    ),
-                )
-            while len(self._responses) >= MAX_CACHED_RESPONSES:
-                del self._responses[next(iter(self._responses))]
-            self._responses[key] = cached
+                values = await load(self._watcher, dict(parse_qsl(request.url.query)), *request.path_params.values())
+                cached = changes, time.monotonic(), msgspec.json.encode(values)
+                self._responses[key] = cached
+                while len(self._responses) > MAX_CACHED_RESPONSES:
+                    del self._responses[next(iter(self._responses))]
             return _make_json_response(cached[2])
 
         return handle_request
@@ -205,15 +200,12 @@ def _request_run_action(action: str, watcher: HomeWatcher, run: str) -> str:
         return f"{run_control.resume_run(job_store, run).id} resumes within a second"
 
 
-class SecuredApp:
-    """ASGI middleware that checks host and origin and adds the security headers of `access_control`."""
+def add_security(app: ASGIApp, names: Collection[str]) -> ASGIApp:
+    """Return an app that checks host and origin first, and adds the security headers of `access_control`."""
 
-    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
-        self._app, self._names = app, names
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def secured_app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            return await app(scope, receive, send)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -227,12 +219,14 @@ class SecuredApp:
 
         request = Request(scope)
         is_action = request.method not in ("GET", "HEAD")
-        reason = access_control.refusal_reason(request.headers, self._names, is_action=is_action)
+        reason = access_control.refusal_reason(request.headers, names, is_action=is_action)
         if reason is None and len(scope.get("query_string", b"")) > MAX_QUERY_BYTES:
             reason = f"query is too long: send at most {MAX_QUERY_BYTES} bytes"
         if reason is not None:
             return await _make_problem_response(403, reason)(scope, receive, send_with_headers)
-        return await self._app(scope, receive, send_with_headers)
+        return await app(scope, receive, send_with_headers)
+
+    return secured_app
 
 
 def _make_json_response(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -250,7 +244,7 @@ async def _handle_http_error(request: Request, error: HTTPException) -> Response
 
 async def _handle_fedquilt_error(request: Request, error: FedquiltError) -> Response:
     status = 409
-    if isinstance(error, MissingRunError | pages.MissingDeviceError):
+    if isinstance(error, NotFoundError):
         status = 404
     elif isinstance(error, StoreError):
         status = 503

@@ -200,7 +200,7 @@ class HomeWatcher:
                 raise StoreError(row.reason)
             if isinstance(row, StoredJob) and run in (row.id, row.job.name):
                 return row
-        raise MissingRunError(f"no run {run[:100]!r} in {self.home}")
+        raise NotFoundError(f"no run {run[:100]!r} in {self.home}")
 
     async def load_follower(self, run: str) -> RunFollower:
         """Return the follower of a run, by id or name, after reading all its events.
@@ -365,4 +365,4 @@ class HomeWatcher:
         return await asyncio.get_running_loop().run_in_executor(self._threads[name], read)
 
 
-class MissingRunError(StoreError): ...
+class NotFoundError(StoreError): ...

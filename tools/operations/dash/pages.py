@@ -25,7 +25,7 @@ from fedquilt.coordinator.views.devices import DeviceRow
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.formats import labels
 from fedquilt.tools.operations.dash import run_follower
-from fedquilt.tools.operations.dash.home_watcher import HomeWatcher, MissingRunError
+from fedquilt.tools.operations.dash.home_watcher import HomeWatcher, NotFoundError
 
 Query = Mapping[str, str]
 
@@ -111,7 +111,7 @@ async def load_device_page(watcher: HomeWatcher, query: Query, name: str) -> dic
         rounds = await watcher.run_in_reader_thread(partial(follower.list_device_rounds, name))
         device_rounds += [{"run": follower.row.id, **entry} for entry in rounds[:MAX_DEVICE_ROUNDS]]
     if row is None and not device_rounds and not reading:
-        raise MissingDeviceError(f"no device {name[:100]!r} in {watcher.home}")
+        raise NotFoundError(f"no device {name[:100]!r} in {watcher.home}")
     device_rounds.sort(key=lambda entry: -(entry.get("at") or 0.0))
     return {
         "at": now_s,
@@ -272,9 +272,6 @@ def _parse_integer(query: Query, name: str, default: int) -> int:
     return int(text)
 
 
-class MissingDeviceError(JobError): ...
-
-
 MAX_ROLLOUT_DEVICES: Final = 200  # devices without the release come first
 MAX_ROLLOUTS: Final = 100
 
@@ -323,7 +320,7 @@ async def load_rollout(watcher: HomeWatcher, query: Query, id: str) -> dict[str,
 async def request_revert(watcher: HomeWatcher, id: str) -> str:
     """Request the end or the roll-back of a rollout, and return a sentence on the effect.
 
-    Raise MissingRunError without the rollout, and JobError if it cannot be reverted.
+    Raise NotFoundError without the rollout, and JobError if it cannot be reverted.
     """
     rollout = await _find_rollout(watcher, id)
 
@@ -342,4 +339,4 @@ async def _find_rollout(watcher: HomeWatcher, id: str) -> StoredRollout:
     for rollout in await watcher.run_in_reader_thread(lambda: watcher.open_rollout_log().readable_rollouts()):
         if rollout.state.id == id:
             return rollout
-    raise MissingRunError(f"rollout {id[:100]!r} in {watcher.home} is missing or unreadable")
+    raise NotFoundError(f"rollout {id[:100]!r} in {watcher.home} is missing or unreadable")

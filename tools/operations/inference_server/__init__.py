@@ -10,10 +10,7 @@ All responses are JSON. Errors are {"error": a sentence}.
 from __future__ import annotations
 
 import contextlib
-import errno
-import ipaddress
 import logging
-import socket
 import threading
 import time
 from collections import Counter
@@ -40,22 +37,17 @@ SHUTDOWN_S: Final = 5.0  # limit for running requests
 POLL_S: Final = 0.2  # interval of checks for a new model
 
 
-def serve_model(
-    location: Path, listen: str, *, anywhere: bool = False, print_line: Callable[[str], None] = print
-) -> None:
+def serve_model(location: Path, listen: str, *, print_line: Callable[[str], None] = print) -> None:
     """Answer requests until KeyboardInterrupt, with the newest model at `location`, a folder or file.
 
-    Raise JobError if `listen` cannot be used, or is not a loopback address without `anywhere`, and ModelError if there
-    is no usable model.
+    Raise JobError if `listen` cannot be used, and ModelError if there is no usable model.
     """
     http_server.raise_descriptor_limit()
-    address = _require_permitted_address(listen, anywhere)
+    address = metrics_endpoint.parse_listen_address(listen)
     models = ModelSwitcher(location)
     service = ModelService(models, location if location.is_dir() else None)
     with contextlib.ExitStack() as stack:
-        print_line(
-            f"{models.current.network.model} answers at {stack.enter_context(_serve_http(service, address, anywhere))}"
-        )
+        print_line(f"{models.current.network.model} answers at {stack.enter_context(_serve_http(service, address))}")
         stack.callback(service.write_status)
         with contextlib.suppress(KeyboardInterrupt):
             while True:
@@ -65,28 +57,13 @@ def serve_model(
                 time.sleep(POLL_S)
 
 
-def _require_permitted_address(listen: str, anywhere: bool) -> tuple[str, int]:
-    host, port = metrics_endpoint.parse_listen_address(listen)
-    try:
-        ip_address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError as error:
-        raise JobError(f"--listen {listen} is not an address of this machine: {error.strerror}") from None
-    if not anywhere and not ipaddress.ip_address(str(ip_address).partition("%")[0]).is_loopback:
-        raise JobError(
-            f"--listen {listen}: other machines can send requests to this address: permit this with "
-            f"--listen-anywhere, or use 127.0.0.1"
-        )
-    return host, port
-
-
 @contextlib.contextmanager
-def _serve_http(service: ModelService, address: tuple[str, int], anywhere: bool) -> Iterator[str]:
+def _serve_http(service: ModelService, address: tuple[str, int]) -> Iterator[str]:
     try:
-        server = InferenceServer(service, *address, anywhere=anywhere)
+        server = InferenceServer(service, *address)
     except OSError as error:
-        other = "port" if error.errno == errno.EADDRINUSE else "address"
-        place = f"{address[0]}:{address[1]}"
-        raise JobError(f"cannot listen at {place} ({error.strerror}): choose another {other} with --listen") from None
+        place, problem = f"{address[0]}:{address[1]}", http_server.describe_listen_error(error)
+        raise JobError(f"cannot listen at {place} ({problem}): choose another --listen") from None
     server.start()
     try:
         yield server.url
@@ -102,7 +79,7 @@ log = logging.getLogger("fedquilt.runner")
 MAX_PENDING_BYTES: Final = 64 << 20  # limit of all request bodies in memory
 MAX_ADDRESS_BYTES: Final = MAX_PENDING_BYTES // 2  # limit of the bodies of one address
 MAX_LABEL_BYTES: Final = 4096
-LIMITS: Final = ConnectionLimits(connections=64, per_address=64)  # on loopback, all clients have one address
+MAX_CONNECTIONS: Final = 64
 
 
 class _LabelRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,14 +96,15 @@ class InferenceServer:
         host: str,
         port: int,
         *,
-        anywhere: bool = False,
         connections: ConnectionLimiter | None = None,
     ) -> None:
-        self._service, self._anywhere = service, anywhere
+        self._service, self._is_public = service, not metrics_endpoint.is_loopback(host)
         self.active_requests = 0
         self._pending_bytes = Counter[str]()  # address -> received bytes of unfinished requests
         self._lock = threading.Lock()
-        limits = ConnectionLimits(LIMITS.connections, LIMITS.connections // 2) if anywhere else LIMITS
+        # on loopback, all clients have one address
+        per_address = MAX_CONNECTIONS // 2 if self._is_public else MAX_CONNECTIONS
+        limits = ConnectionLimits(MAX_CONNECTIONS, per_address)
         connections = ConnectionLimiter(limits) if connections is None else connections
         self._http = HttpServer(host, port, self._answer_request, connections=connections, error_body=_json_error_body)
 
@@ -225,7 +203,7 @@ class InferenceServer:
         host_name = headers.get("host", "").rpartition(":")[0].lower()
         from_browser = "origin" in headers or "sec-fetch-site" in headers
         is_action = exchange.method == "POST" and from_browser
-        permitted_names = (host_name,) if self._anywhere else ()
+        permitted_names = (host_name,) if self._is_public else ()
         if access_control.refusal_reason(headers, permitted_names, is_action=is_action) is not None:
             problem = "request comes from another site's page, or has a host name: use the server's IP address"
             raise RequestRefusedError(403, problem)

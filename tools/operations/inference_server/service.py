@@ -194,7 +194,8 @@ class ModelService:
     def _classify_and_count(self, read: Callable[[ServedModel], np.ndarray]) -> list[Classification]:
         started_s = time.perf_counter()
         with self._lock:
-            loaded = self._current_model_after_reset()  # a request uses one model from start to end
+            loaded = self._models.current  # a request uses one model from start to end
+            self._reset_statistics_if_new(loaded)
             x = read(loaded)
             if not 0 < len(x) <= MAX_EXAMPLES:
                 raise DataError(f"request has {len(x)} examples: send 1 to {MAX_EXAMPLES}")
@@ -249,15 +250,12 @@ class ModelService:
     def _make_drift(self, loaded: ServedModel) -> DriftCounts:
         return DriftCounts(self._references.get(loaded.sha256), self._reference_size)
 
-    def _current_model_after_reset(self) -> ServedModel:
-        # statistics of the previous model are reset when the model has changed
-        loaded = self._models.current
+    def _reset_statistics_if_new(self, loaded: ServedModel) -> None:
         if loaded.sha256 != self._counted_model:
             self._drift, self._counted_model = self._make_drift(loaded), loaded.sha256
             self._correct.clear()
             self.labelled = 0
             self.swaps += 1
-        return loaded
 
     def compute_accuracy(self) -> float | None:
         """Return the accuracy on the latest labelled examples, or None with fewer than MIN_LABELS labels."""
@@ -266,7 +264,8 @@ class ModelService:
     def make_status(self) -> dict[str, Any]:
         """Return model, counts, median latency, drift and accuracy. A new model resets drift and accuracy."""
         with self._lock:
-            loaded = self._current_model_after_reset()
+            loaded = self._models.current
+            self._reset_statistics_if_new(loaded)
             score = self._drift.compute_score()
             return {
                 "at": self._clock(),

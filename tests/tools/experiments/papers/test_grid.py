@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -15,7 +14,7 @@ from fedquilt.tools.experiments import tables
 from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
 from fedquilt.tools.lab import papers
 from fedquilt.tools.lab.papers import cells, grid
-from fedquilt.tools.lab.papers.grid import ClaimSpec, Grid, GridColumn, GridRow
+from fedquilt.tools.lab.papers.grid import ClaimSpec, Grid, GridRow
 
 GRID = """
 about = "What it is."
@@ -326,15 +325,3 @@ def test_a_spread_is_that_of_several_seeds() -> None:
     assert papers.format_spread([0.99, 0.98], 100.0, 2, False) == "98.50 ± 0.71"
     assert papers.format_spread([0.99, None], 100.0, 0, True) == "99, -"
     assert papers.format_spread([None], 1.0, 0, False) == ""
-
-
-def test_a_picture_has_a_dot_for_each_seed_of_each_row() -> None:
-    shown = (GridColumn("test", "accuracy %", 100.0), GridColumn("held", "accuracy %"))
-    made = Grid(about="x", rows={"a": GridRow(), "b": GridRow()}, show=shown)
-    values = {"a": [0.25, 0.5], "b": [None, None]}
-    rows = {name: {"rounds": 1, "values": {"test": each, "held": each}, "paper": {}} for name, each in values.items()}
-    drawn = papers.draw_picture(made, {"table": "made", "columns": {"even": rows}})
-    words = [each.text for each in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
-    assert "a, even" in words
-    assert "b, even" not in words
-    assert drawn.count("a, even: ") == 4

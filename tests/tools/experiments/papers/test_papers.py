@@ -235,19 +235,18 @@ def told(monkeypatch: pytest.MonkeyPatch, reached: bool) -> None:
     monkeypatch.setattr(papers, "run_table", lambda table, **options: result)
 
 
-def test_a_picture_is_drawn_and_a_result_is_not_lost(
+def test_a_file_of_the_result_is_written_and_the_result_is_not_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options: dict[str, Any] = {"seeds": None, "rounds": None, "folder": None, "columns": None, "rows": None}
     options["format"] = "text"
     for reached in (True, False):
         told(monkeypatch, reached)
-        monkeypatch.setattr(papers, "draw_picture", lambda grid, result: f"<svg>{result['table']}</svg>")
-        place = tmp_path / "new" / "folder" / f"{reached}.svg"
-        assert papers.list_or_run_tables("fedsdg", **options, out=None, picture=place) == (0 if reached else 1)
-        assert place.read_text() == "<svg>t</svg>"
+        place = tmp_path / "new" / "folder" / f"{reached}.json"
+        assert papers.list_or_run_tables("fedsdg", **options, out=place) == (0 if reached else 1)
+        assert json.loads(place.read_text())["about"] == "What it is."
         assert "What it is." in capsys.readouterr().out
     (tmp_path / "no").write_text("a file is in the folder's place")
     with pytest.raises(StoreError, match="cannot write"):
-        papers.list_or_run_tables("fedsdg", **options, out=None, picture=tmp_path / "no" / "p.svg")
+        papers.list_or_run_tables("fedsdg", **options, out=tmp_path / "no" / "p.json")
     assert "What it is." in capsys.readouterr().out

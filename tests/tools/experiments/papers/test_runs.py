@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from toy_tasks import write_images
 
-from fedquilt.testing.toy_networks import write_images
 from fedquilt.tools.experiments import single_run
 from fedquilt.tools.lab import papers
 from fedquilt.tools.lab.papers import cells, custom

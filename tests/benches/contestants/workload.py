@@ -1,4 +1,4 @@
-"""Workload of a contestant of `fedquilt lab bench sim`, read with numpy and torch only.
+"""Workload of a contestant of `python -m tests.benches sim`, read with numpy and torch only.
 
 These scripts run in environments of other simulators, without fedquilt.
 

@@ -32,8 +32,8 @@ from fedquilt.edge_agent.power.governor import GovernorPolicy, Policy
 from fedquilt.models.stitching import stitched_network
 from fedquilt.tools.artefacts import export
 from fedquilt.tools.lab import demo
-from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
 from fedquilt.tools.simulation import agents
+from tests.benches.figures import compare_at_least, compare_at_most
 
 BOARDS: Final = ("jetson-tx2", "jetson-nano", "jetson-xavier-nx", "jetson-orin-nano")
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
@@ -212,7 +212,7 @@ def measure() -> dict[str, Any]:
     boards = runs["max"].boards
     replayed, summaries = replay_tasks(boards), {policy: summarise_run(run) for policy, run in runs.items()}
     different_paths = sum(run.path != runs["max"].path for run in runs.values())
-    return {
+    result = {
         "bench": "energy",
         "boards": {
             n: {"provenance": b.provenance, "idle_w": b.idle_w, "points": len(b.points)} for n, b in boards.items()
@@ -230,11 +230,12 @@ def measure() -> dict[str, Any]:
             "tasks_in_time_under_energy": compare_at_least(100 * summaries["energy"]["in_time"], 95.0, "%"),
         },
     }
+    return {**result, "lines": _format_lines(result)}
 
 
-def format_result(result: dict[str, Any]) -> list[str]:
+def _format_lines(result: dict[str, Any]) -> list[str]:
     replayed, boards = result["at_the_round_time_of_max"], result["boards"]
-    text = [*format_figures(result), "", f"blocks selected under every policy: {' > '.join(result['blocks'])}", ""]
+    text = [f"blocks selected under every policy: {' > '.join(result['blocks'])}", ""]
     text.append(
         f"{replayed['rounds']} rounds of {replayed['round_s']} s, as long as under `max`; joules with idle power"
     )

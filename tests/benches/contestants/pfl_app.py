@@ -11,10 +11,10 @@ from typing import Any
 
 
 def start_processes() -> int:
-    """Start the ranks as torchrun does, but without torch in the parent. Return the largest exit code."""
+    """Start the ranks as torchrun does, but without torch in the parent. Return 0, or 1 if a rank fails."""
     count = int(sys.argv[2])
     if count == 1:
-        return subprocess.run([sys.executable, *sys.argv], env={**os.environ, "BENCH_RANK": "0"}).returncode
+        return int(subprocess.run([sys.executable, *sys.argv], env={**os.environ, "BENCH_RANK": "0"}).returncode != 0)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -32,7 +32,8 @@ def start_processes() -> int:
         )
         for rank in range(count)
     ]
-    return max(abs(rank.wait()) for rank in ranks)
+    codes = [rank.wait() for rank in ranks]
+    return int(any(codes))
 
 
 def run_rank() -> None:

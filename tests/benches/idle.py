@@ -14,9 +14,9 @@ import psutil
 from fedquilt import wire
 from fedquilt.core import LinkError
 from fedquilt.tools.broker import EmbeddedBroker
-from fedquilt.tools.report.thresholds import compare_at_most, format_figures
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink
+from tests.benches.figures import compare_at_most
 
 SAMPLE_S = 5.0
 HEAVY_LIBRARIES = ("torch", "onnxruntime", "pandas")
@@ -71,10 +71,9 @@ def _build_result(processes: dict[str, psutil.Process]) -> dict[str, Any]:
     resident = {name: process.memory_info().rss / 1e6 for name, process in processes.items()}
     mapped = {name: " ".join(m.path for m in processes[name].memory_maps()) for name in ("agent", "coordinator")}
     heavy = sum(library in paths for paths in mapped.values() for library in HEAVY_LIBRARIES)
+    ratios = [f"{name} {resident[name] / resident['python']:.2f}x" for name in ("agent", "coordinator")]
     return {
-        "bench": "idle",
-        "resident_mb": {name: round(mb, 1) for name, mb in resident.items()},
-        "ratio_to_bare_python": {n: round(mb / resident["python"], 2) for n, mb in resident.items() if n != "python"},
+        "lines": [f"    a bare Python holds {resident['python']:.1f} MB: {', '.join(ratios)}"],
         "figures": {
             "idle_agent_resident": compare_at_most(resident["agent"], 32, "MB"),
             "idle_coordinator_resident": compare_at_most(resident["coordinator"], 60, "MB"),
@@ -82,8 +81,3 @@ def _build_result(processes: dict[str, psutil.Process]) -> dict[str, Any]:
             "idle_agent_processor": compare_at_most(cpu, 1.0, "% of a core"),
         },
     }
-
-
-def format_result(result: dict[str, Any]) -> list[str]:
-    ratios = ", ".join(f"{name} {ratio}x" for name, ratio in result["ratio_to_bare_python"].items())
-    return [*format_figures(result), f"    a bare Python has {result['resident_mb']['python']} MB: {ratios}"]

@@ -4,7 +4,7 @@
 
 The files follow documented layouts (NVIDIA's developer guides, the kernel's ABI notes and public logs) and are not
 copied from a board. All files are regular: a written value is read back, and nothing reacts as a
-kernel would. Tests, `fedquilt lab bench` and trials of commands use these boards.
+kernel would.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 from fedquilt import profiles
 from fedquilt.core import Cost, Usage, WorkEstimate
 from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
-from fedquilt.tools.lab.bench import energy
+from tests.benches import energy
 
 
 def board(

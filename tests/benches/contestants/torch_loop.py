@@ -1,4 +1,4 @@
-"""Baseline of `fedquilt lab bench sim`: plain PyTorch training in one or more processes."""
+"""Baseline of `python -m tests.benches sim`: plain PyTorch training in one or more processes."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""Comparison of measured values with limits, and a meter of the load by other processes."""
+"""Meter of the load by other processes, which disturb a measurement of times."""
 
 from __future__ import annotations
 
 import os
 import time
-from typing import Any, Final
+from typing import Final
 
 import psutil
 
-VERDICTS: Final = {True: "ok ", False: "NOT", None: "?  "}  # None if the machine was busy
 MAX_OTHER_LOAD: Final = 0.1  # share of the machine that other processes may use during a measurement
 
 
@@ -32,20 +31,3 @@ class LoadMeter:
 def _others_processor_s() -> float:
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice - sum(os.times()[:4]))
-
-
-def compare_at_most(value: float, limit: float, unit: str) -> dict[str, Any]:
-    return {"value": round(value, 3), "at_most": limit, "unit": unit, "reached": value <= limit}
-
-
-def compare_at_least(value: float, limit: float, unit: str) -> dict[str, Any]:
-    return {"value": round(value, 3), "at_least": limit, "unit": unit, "reached": value >= limit}
-
-
-def format_figures(result: dict[str, Any]) -> list[str]:
-    """Return a line for each of "figures", the results of `compare_at_most` or `compare_at_least`."""
-    return [
-        f"{VERDICTS[f['reached']]} {name.replace('_', ' '):44} {f['value']:10.2f} {f['unit']}"
-        f"   ({'at most' if 'at_most' in f else 'at least'} {f.get('at_most', f.get('at_least')):g})"
-        for name, f in result["figures"].items()
-    ]

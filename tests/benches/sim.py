@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,15 +30,14 @@ import numpy as np
 import psutil
 
 from fedquilt.arrays import tensors
-from fedquilt.console import progress
 from fedquilt.coordinator.rounds import selection
 from fedquilt.core import DataError, FedquiltError, JobError
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.formats import job_bundle
-from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
+from tests.benches.figures import compare_at_least, compare_at_most
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "contestants"
 ORPHAN_TIMEOUT_S = 10.0  # limit for the processes that a contestant leaves
 SAMPLE_S = 0.3  # interval of memory samples, which slow the contestant a little
 NAME = "client-{:04d}"
@@ -130,37 +128,25 @@ class Contestant:
 WORKLOADS = {"W1": COMPUTE, "W2": OVERHEAD}
 
 
-def select_workloads(names: Sequence[str]) -> Sequence[FederationWorkload]:
-    """Return the workloads with these names (W1 is `compute`, W2 is `overhead`), or all of them."""
-    for name in names:
-        if name not in WORKLOADS:
-            raise JobError(f"--only {name} is not a workload: choose from {', '.join(WORKLOADS)}")
-    return [work for name, work in WORKLOADS.items() if name in names or not names]
-
-
 def measure(
     data: Path,
     beside: Sequence[str] = (),
     only: Sequence[str] = (),
     repeats: int = 3,
     processes: int | None = None,
-    show: Callable[[str, float, float], None] = progress.LINE.show_status,
-    report: Callable[[str], None] = progress.LINE.print_to_stdout,
+    report: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Run all contestants on all workloads, in turn, and return rates, times, memory and judged figures.
 
     `beside` names other simulators to install and run. Only fedquilt and the bare loops are run `repeats` times. Raise
-    FedquiltError if a contestant fails, a name is unknown or the images (28x28) do not suffice.
+    FedquiltError if a contestant fails or the images (28x28) do not suffice.
     """
-    for name in beside:
-        if name not in OTHERS:
-            raise JobError(f"--with {name} is not a simulator: choose from {', '.join(OTHERS)}")
-    workloads = select_workloads(only)
+    workloads = [work for name, work in WORKLOADS.items() if name in only or not only]
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
     processes = processes or len(os.sched_getaffinity(0))
     contestants, missing_simulators = _prepare_contestants(beside, processes)
     result: dict[str, Any] = {"processes": processes, "repeats": repeats, "absent": missing_simulators}
-    result |= {"workloads": {}, "figures": {}}
+    result["workloads"] = {}
     with tempfile.TemporaryDirectory() as scratch:
         schedule = [
             (work, repeat, contestant)
@@ -172,11 +158,9 @@ def measure(
         runs: dict[str, dict[str, list[dict[str, Any]]]] = {work.name: {} for work in workloads}
         for work in workloads:
             write_workload(work, data, Path(scratch) / work.name)
-        for index, (work, repeat, contestant) in enumerate(schedule):
+        for work, repeat, contestant in schedule:
             name = f"{work.name}, turn {repeat + 1} of {repeats}: {contestant.title}"
-            measurements = _run_and_measure_contestant(
-                contestant, Path(scratch) / work.name, work, partial(show, name, index, len(schedule))
-            )
+            measurements = _run_and_measure_contestant(contestant, Path(scratch) / work.name, work)
             runs[work.name].setdefault(contestant.name, []).append(measurements)
             cpu_rate = measurements.get("cpu_rate", math.nan)
             rates = f"{measurements['rate']:.1f} client-rounds/s, {cpu_rate:.1f} by processor time"
@@ -186,8 +170,7 @@ def measure(
             )
         for work in workloads:
             result["workloads"][work.name] = _summarise_runs(runs[work.name], contestants)
-    result["figures"] = _build_figures(result)
-    return result
+    return {**result, "figures": _build_figures(result), "lines": format_contestants(result)}
 
 
 def _prepare_contestants(other_simulators: Sequence[str], processes: int) -> tuple[list[Contestant], dict[str, str]]:
@@ -268,9 +251,7 @@ def _draw_weights(network: dict[str, Any]) -> dict[str, np.ndarray]:
     return tensors.decode_tensors(completed.stdout)
 
 
-def _run_and_measure_contestant(
-    contestant: Contestant, folder: Path, work: FederationWorkload, show_status: Callable[[], None]
-) -> dict[str, Any]:
+def _run_and_measure_contestant(contestant: Contestant, folder: Path, work: FederationWorkload) -> dict[str, Any]:
     env = {**os.environ, "BENCH_BEGAN": repr(time.time()), "PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryFile() as error_output, tempfile.TemporaryFile() as output:
         began_s = time.perf_counter()
@@ -278,7 +259,6 @@ def _run_and_measure_contestant(
         process = subprocess.Popen(command, stdout=output, stderr=error_output, env=env, cwd=folder)
         max_rss, max_pss, cpu_before_s = 0, 0, _child_processor_s()
         while process.poll() is None:
-            show_status()
             now_rss, now_pss = _rss_and_pss_bytes(process.pid)
             max_rss, max_pss = max(max_rss, now_rss), max(max_pss, now_pss)
             time.sleep(SAMPLE_S)
@@ -370,7 +350,7 @@ def _build_figures(result: dict[str, Any]) -> dict[str, Any]:
     return figures
 
 
-def format_result(result: dict[str, Any]) -> list[str]:
+def format_contestants(result: dict[str, Any]) -> list[str]:
     text = [f"{result['processes']} processes each"]
     for name, contestants in result["workloads"].items():
         text.append(
@@ -384,5 +364,4 @@ def format_result(result: dict[str, Any]) -> list[str]:
             times = f"{contestant['wall_s']:9.1f} {contestant['cpu_s']:7.1f}"
             memory = f"{contestant['rss_mb']:8.0f} {contestant['pss_mb']:8.0f}"
             text.append(f"  {contestant['title']:22} {speed} {times} {memory} {100 * contestant['accuracy']:9.2f}%")
-    text += [f"  not measured: {reason}" for reason in result["absent"].values()]
-    return [*text, *format_figures(result)]
+    return text + [f"  not measured: {reason}" for reason in result["absent"].values()]

@@ -8,7 +8,7 @@ import pytest
 from fedquilt.core import JobError
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks import controls
-from fedquilt.testing.boards import BOARDS, write_fake_board
+from tests.fake_boards import BOARDS, write_fake_board
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
 

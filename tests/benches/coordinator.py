@@ -52,20 +52,17 @@ from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.formats import job_bundle
 from fedquilt.profiles import load_board_profile
 from fedquilt.tools.identity import broker_config
-from fedquilt.tools.lab.bench import find_free_port, start_mosquitto
-from fedquilt.tools.report.thresholds import compare_at_most
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.client import MqttClient, payload_limit
 from fedquilt.transport.mqtt.link import MqttLink
+from tests.benches.figures import compare_at_most
 
-AGENTS: Final = (200, 3000)
-ROUNDS: Final = 6
 DEVICE_PROCESSES: Final = 4
 NETWORK: Final = {"name": "mlp", "inputs": 16, "hidden": [16], "classes": 10}
 ROUND_TIMEOUT_S: Final = 600.0
 BARE_UPDATES: Final = 2000
 SERVE_COMMAND: Final = (sys.executable, "-m", "fedquilt.cli", "serve")
-DEVICES_COMMAND: Final = (sys.executable, "-m", "fedquilt.tools.lab.bench.coordinator")
+DEVICES_COMMAND: Final = (sys.executable, "-m", "tests.benches.coordinator")
 BROKER_LIMITS: Final = (  # as `fedquilt broker config` writes them
     f"max_inflight_messages {broker_config.MAX_INFLIGHT}\nmax_queued_messages {broker_config.MAX_QUEUED}\n"
     f"max_queued_bytes {broker_config.MAX_QUEUED_BYTES}\n"
@@ -79,6 +76,8 @@ MAX_JUDGED_DEVICES: Final = 3000  # round times of larger fleets have no limit
 FLEET: Final = "bench"
 EXAMPLES: Final = 32
 POLL_S: Final = 1.0
+START_S: Final = 10.0  # limit for Mosquitto's start
+CONNECT_S: Final = 120.0  # limit for the connections of a process's devices
 RESUBMIT_S: Final = 30.0  # time after which an unacknowledged update is submitted again
 CHUNK: Final = chunks.chunk_size_for(payload_limit(5, None))
 PROFILE: Final[dict[str, Any]] = {
@@ -100,9 +99,7 @@ class ResourceSample(NamedTuple):
     resident_mb: float
 
 
-def measure(
-    report: Callable[[str], None], agents: Sequence[int] = AGENTS, rounds: int = ROUNDS, after: int = 0
-) -> dict[str, Any]:
+def measure(report: Callable[[str], None], agents: Sequence[int], rounds: int, after: int) -> dict[str, Any]:
     """Run a job with each number of devices, and return times, memory and judged figures.
 
     With `after`, also run a job whose event log begins with `after` rounds.
@@ -120,16 +117,14 @@ def measure(
         if int(name) <= MAX_JUDGED_DEVICES:  # a larger fleet's figure is reported without a limit
             figures[f"round_of_{name}"] = compare_at_most(result_of_fleet["round_s"], MOST_ROUND_S, "s")
         figures[f"resident_with_{name}"] = compare_at_most(result_of_fleet["resident_mb"], MOST_MB, "MB")
-    result = {"bench": "coordinator", "fleets": fleets, "figures": figures}
     if after:
         after_result = _measure_fleet(agents[0], rounds, after)
         report(_format_fleet(f"after {after} rounds: {agents[0]}", after_result))
         growth = after_result["answer_ms"] / fleets[str(agents[0])]["answer_ms"]
-        result["after"] = {"rounds": after, "growth": round(growth, 2), **after_result}
         figures[f"an_answer_after_{after}_rounds_over_one_before"] = compare_at_most(growth, MOST_GROWTH, "times")
         figures[f"opening_of_{after}_rounds"] = compare_at_most(after_result["opening_s"], MOST_OPENING_S, "s")
         figures[f"resident_after_{after}_rounds"] = compare_at_most(after_result["resident_mb"], MOST_MB, "MB")
-    return result
+    return {"figures": figures}
 
 
 def _format_fleet(name: str, result: dict[str, Any]) -> str:
@@ -339,6 +334,39 @@ def _kill_processes_at_end() -> Iterator[list[subprocess.Popen[bytes]]]:
             process.communicate()
 
 
+def find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_mosquitto(folder: Path, port: int, settings: str = "") -> subprocess.Popen[bytes]:
+    """Start Mosquitto on a port of this machine, and return the process when it accepts connections.
+
+    `settings` are further lines of mosquitto.conf. Raise JobError if Mosquitto is missing, LinkError if it fails.
+    """
+    program = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
+    if program is None:
+        raise JobError("Mosquitto is not installed: apt install mosquitto")
+    config = folder / "mosquitto.conf"
+    user = psutil.Process().username()  # a broker started by root would change to the user "mosquitto"
+    config.write_text(f"listener {port} 127.0.0.1\nallow_anonymous true\nset_tcp_nodelay true\nuser {user}\n{settings}")
+    log_path = folder / "mosquitto.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen([program, "-c", str(config)], stdout=subprocess.DEVNULL, stderr=log)
+    limit_s = time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < limit_s:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return process
+        except OSError:
+            time.sleep(0.05)
+    process.kill()
+    process.wait()
+    log_text = " ".join(log_path.read_text(errors="replace").split())[-300:] or "no message"
+    raise LinkError(f"mosquitto accepts no connections on port {port} ({log_text}): repeat the benchmark")
+
+
 def _raise_file_limit(connections: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < connections:
@@ -356,11 +384,17 @@ class DeviceGroup:
         self._ready = selectors.DefaultSelector()
 
     def connect_all(self) -> None:
-        """Connect all devices, and wait until the broker confirms their presences and profiles."""
+        """Connect all devices, and wait until the broker confirms their presences and profiles.
+
+        Raise LinkError if it does not within CONNECT_S.
+        """
+        deadline_s = time.monotonic() + CONNECT_S
         for board in self.boards:
             self._ready.register(board.connect(), selectors.EVENT_READ, board)
             self._process_messages(0.0)
         while not all(board.is_registered for board in self.boards):
+            if time.monotonic() > deadline_s:
+                raise LinkError(f"broker did not confirm all profiles within {CONNECT_S:g} s")
             self._process_messages(1.0)
 
     def run_until_disconnected(self) -> None:

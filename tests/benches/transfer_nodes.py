@@ -1,4 +1,4 @@
-"""Serving and pulling processes of `fedquilt lab bench blobs`.
+"""Serving and pulling processes of `python -m tests.benches blobs`.
 
 An agent is a process with the daemon's own imports and the transfer code it uses. The serving process imports the
 coordinator's. Their memory use is the peak above their idle size (VmHWM after a reset).

@@ -1,4 +1,4 @@
-"""The dashboard and the alert rules that ship know the metrics that there are."""
+"""The dashboard and the alert rules of examples/monitoring know the metrics that there are."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-from fedquilt import cli, metrics_endpoint
+from fedquilt import metrics_endpoint
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
 from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
-from fedquilt.tools.operations import metrics as tool
 
+FOLDER = Path(__file__).parents[2] / "examples/monitoring"
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
 OURS = {
     each.name + ("_total" if each.kind == "counter" else "") for each in CoordinatorMetrics(list).metric_families()
@@ -33,7 +33,7 @@ NAMES = re.compile(r"\b(?:fedquilt|process)_\w+")
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
-    board = json.loads((tool.FOLDER / "grafana.json").read_text())
+    board = json.loads((FOLDER / "grafana.json").read_text())
     expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     assert len(expressions) > 15
     asked = {name for each in expressions for name in NAMES.findall(each)}
@@ -44,23 +44,15 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
 
 
 def test_the_rules_ask_for_metrics_that_there_are() -> None:
-    text = (tool.FOLDER / "alerts.yml").read_text()
+    text = (FOLDER / "alerts.yml").read_text()
     asked = {name for line in text.splitlines() if "expr:" in line for name in NAMES.findall(line)}
     assert len(asked) > 6
     assert asked <= OURS
 
 
-def test_files_are_written_for_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["dash", "grafana", "--out", str(tmp_path / "m"), "--target", "hub:9464"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 3
-    assert '"hub:9464"' in (tmp_path / "m/prometheus.yml").read_text()
-    assert cli.main(["dash", "grafana", "--out", str(tmp_path / "n"), "--target", "hub"]) == 2
-    assert not (tmp_path / "n").exists()
-
-
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed: apt install prometheus")
 def test_prometheus_takes_rules_and_configuration(tmp_path: Path) -> None:
-    tool.write_monitoring_files(tmp_path, "127.0.0.1:9464")
+    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
     (tmp_path / "test.yml").write_text(
         "rule_files: [alerts.yml]\nevaluation_interval: 1m\ntests:\n  - interval: 1m\n    input_series:\n"
         "      - {series: 'fedquilt_board_online{device=\"a\"}', values: '1 0x10'}\n"
@@ -110,9 +102,11 @@ def test_prometheus_itself_reads_a_coordinator_and_answers_every_panel(tmp_path:
     boards = [(DeviceStatus("a", online=True), None), (DeviceStatus("b"), None)]
     counts = CoordinatorMetrics(lambda: boards)
     with metrics_endpoint.serve_metrics("127.0.0.1:0", counts.metric_families) as place:
-        tool.write_monitoring_files(tmp_path, place.removeprefix("http://").removesuffix("/metrics"))
-        path = tmp_path / "prometheus.yml"  # by default it looks once a minute, which a test need not wait for
-        path.write_text(f"global: {{scrape_interval: 1s, evaluation_interval: 1s}}\n{path.read_text()}")
+        shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
+        path, target = tmp_path / "prometheus.yml", place.removeprefix("http://").removesuffix("/metrics")
+        # by default it looks once a minute, which a test need not wait for
+        intervals = "global: {scrape_interval: 1s, evaluation_interval: 1s}"
+        path.write_text(f"{intervals}\n{path.read_text().replace('127.0.0.1:9464', target)}")
         with prometheus(tmp_path) as api:
             query = f"{api}/query?query="
             states = wait_until(lambda: asked(f"{query}fedquilt_board_online")["result"], "boards are read")

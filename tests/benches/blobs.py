@@ -24,9 +24,9 @@ import psutil
 
 from fedquilt.blobs.store import BlobStore
 from fedquilt.edge_agent.task import memory_budget
-from fedquilt.tools.lab.bench import find_free_port, start_mosquitto
-from fedquilt.tools.lab.bench.transfer_nodes import AGENTS, OUTAGE_S, SIZE
-from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
+from tests.benches.coordinator import find_free_port, start_mosquitto
+from tests.benches.figures import compare_at_least, compare_at_most
+from tests.benches.transfer_nodes import AGENTS, OUTAGE_S, SIZE
 
 LOSS: Final = 0.02
 REPEATS: Final = 3  # of each method, in turn
@@ -66,13 +66,14 @@ def measure(report: Callable[[str], None]) -> dict[str, Any]:
                     f"{name.replace('_', ' ')}: {measurement['seconds']:.2f} s, "
                     f"{measurement['cpu_s']:.2f} s of processors"
                 )
-        return _build_result(measurements)
+        result = _build_result(measurements)
+        return {**result, "lines": _format_lines(result)}
 
 
 def _measure_run(home: Path, sha256: str, run: TransferRun, outage_start_s: float | None) -> dict[str, Any]:
     port = find_free_port()
     url = f"mqtt://127.0.0.1:{port}"
-    node = [sys.executable, "-m", "fedquilt.tools.lab.bench.transfer_nodes"]
+    node = [sys.executable, "-m", "tests.benches.transfer_nodes"]
     processes: list[subprocess.Popen[str]] = []
 
     def start_node(*arguments: str) -> subprocess.Popen[str]:
@@ -188,9 +189,8 @@ def _build_result(measurements: dict[str, list[dict[str, Any]]]) -> dict[str, An
     }
 
 
-def format_result(result: dict[str, Any]) -> list[str]:
+def _format_lines(result: dict[str, Any]) -> list[str]:
     return [
-        *format_figures(result),
         f"    {result['agents']} x {result['bytes'] / 1e6:g} MB; {result['chunks_lost']} chunks lost, or connections",
         *(
             f"    {name.replace('_', ' ')}: {' '.join(map(str, durations))} s, of processors "

@@ -35,8 +35,8 @@ from fedquilt.models.stitching.search import steps
 from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings
 from fedquilt.models.stitching.stitched_network import Block
 from fedquilt.tools.artefacts.prepare import prepare_bundle
-from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
 from fedquilt.tools.simulation import DeviceData, local_backend
+from tests.benches.figures import compare_at_least, compare_at_most
 
 DONORS = ("alexnet", "densenet121", "mobilenet_v2", "resnet50", "vgg16")
 IMAGES = 64
@@ -80,7 +80,8 @@ def measure(report: Callable[[str], None], size: int = SMALL_SIDE, images: int =
         comparisons = [
             compare_scoring(rounds[max(depth - 2, 0)], rounds[depth - 1], blob_path, report) for depth in depths
         ]
-    return _build_result(size, forward_costs, reference_costs, comparisons)
+    result = _build_result(size, forward_costs, reference_costs, comparisons)
+    return {**result, "lines": format_lines(result)}
 
 
 def prepare_donors(folder: Path, size: int) -> Bundle:
@@ -360,7 +361,7 @@ def _build_result(
     }
 
 
-def format_result(result: dict[str, Any]) -> list[str]:
+def format_lines(result: dict[str, Any]) -> list[str]:
     head = f"    {'path':>6} {'blocks scored':>14} {'naive':>9} {'output':>9} {'hybrid':>9} {'input':>9}   CPU seconds"
     table = [
         f"    {len(row['path']):6} {row['candidates']:14} "
@@ -373,7 +374,6 @@ def format_result(result: dict[str, Any]) -> list[str]:
         *table,
         f"    once, on {2 * result['images']} images: references and targets {result['references_s']:.2f} s; "
         f"a plain forward pass {result['plain_forward_s']:.2f} s",
-        *format_figures(result),
     ]
 
 

@@ -26,9 +26,9 @@ from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.search import candidates, steps
 from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings, SearchState
 from fedquilt.models.stitching.vote import Winner
-from fedquilt.tools.lab.bench.stitch import IMAGES, draw_examples, prepare_donors
-from fedquilt.tools.report.thresholds import compare_at_most, format_figures
 from fedquilt.tools.simulation.task_process import TaskProcess
+from tests.benches.figures import compare_at_most
+from tests.benches.stitch import IMAGES, draw_examples, prepare_donors
 
 LIMITS_MB = {"under_160_mb": 160, "under_100_mb": 100}
 TASK_PREFIXES = {"scoring": "output scores", "moments": "moments"}  # by figure, of the descriptions of its tasks
@@ -59,9 +59,7 @@ def measure(size: int = 224) -> dict[str, Any]:
     }
     differences = [abs(task["peak_mb"] - task["outside_mb"]) for tasks in runs.values() for task in tasks]
     return {
-        "bench": "memory",
-        "size": size,
-        "tasks": runs,
+        "lines": _format_tasks(size, runs),
         "figures": {**figures, "own_and_outside_accounts_differ_by": compare_at_most(max(differences), 8, "MB")},
     }
 
@@ -125,11 +123,11 @@ def _measure_tasks(
     return tasks
 
 
-def format_result(result: dict[str, Any]) -> list[str]:
-    text = [f"{result['size']} pixels, {IMAGES} images, MB above the bare process"]
-    for name, tasks in result["tasks"].items():
+def _format_tasks(size: int, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    text = [f"{size} pixels, {IMAGES} images, MB above the bare process"]
+    for name, tasks in runs.items():
         text.append(f"    at most {LIMITS_MB[name]} MB{'own':>55} {'outside':>8} {'seconds':>8}")
         for task in tasks:
             row = f"{task['peak_mb']:8.1f} {task['outside_mb']:8.1f} {task['seconds']:8.1f}"
             text.append(f"    {task['task']:60} {row}")
-    return [*text, *format_figures(result)]
+    return text
