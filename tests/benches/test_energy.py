@@ -1,4 +1,4 @@
-"""`fedquilt lab bench energy`: what it works out from the tasks of a federation, on boards of round numbers."""
+"""`python -m tests.benches energy`: figures of the tasks of a federation, on boards of round numbers."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from joint_runs import SMALL
 from searches import played
+from toy_tasks import deliver_task
 
 from fedquilt.core import Aggregation, BlobRef, DeviceUpdate, DeviceView
 from fedquilt.data import inputs
