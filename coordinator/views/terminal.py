@@ -22,7 +22,6 @@ from fedquilt.console import progress, table
 from fedquilt.coordinator.background_worker import ThreadWorker
 from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
-from fedquilt.coordinator.delivery.sole_coordinator import SoleCoordinatorLink
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
@@ -42,6 +41,7 @@ from fedquilt.host import http_server, process_resources
 from fedquilt.host.logs import log_ids
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport import link as links
+from fedquilt.transport.exclusive_link import make_coordinator_link
 from fedquilt.transport.link import Link
 
 WAIT_REPORT_S = 5.0  # delay before the report of a wait, and between reports of changing waits
@@ -332,11 +332,11 @@ def run_coordinator(
         raise JobError("limits.toml [sites] is set on a site, which cannot have sites of its own: remove the table")
     process_resources.keep_freed_memory()
     http_server.raise_descriptor_limit()
-    sole_link = SoleCoordinatorLink(link, fleet, store.home)
-    sole_link.require_sole_coordinator()
+    exclusive_link = make_coordinator_link(link, fleet, store.home)
+    exclusive_link.require_exclusive_use()
     tracker = DeviceStatusTracker(store.home)
     executor = MonitoringExecutor(
-        sole_link,
+        exclusive_link,
         fleet,
         store.blob_store,
         store.begin_epoch(),

@@ -416,8 +416,8 @@ def create_coordinator_link(
     `report` receives a warning if messages are unsigned.
     """
     from fedquilt import wire
-    from fedquilt.coordinator.delivery.sole_coordinator import make_client_id
     from fedquilt.security import authenticated_link
+    from fedquilt.transport.exclusive_link import make_coordinator_client_id
     from fedquilt.transport.mqtt.broker import Broker as Address
     from fedquilt.transport.mqtt.link import MqttLink
 
@@ -426,7 +426,7 @@ def create_coordinator_link(
     identity = authenticated_link.load_identity(address)
     if identity is None:
         report(authenticated_link.UNSIGNED)
-    return MqttLink(address, make_client_id(broker.fleet, home), will), identity
+    return MqttLink(address, make_coordinator_client_id(broker.fleet), will), identity
 
 
 def run_to_end(

@@ -81,10 +81,13 @@ topic write {root}/dev/+/dn/#
 topic write {root}/dev/+/up/presence
 topic write {root}/dev/+/up/profile
 topic write {root}/job/#
+topic write {root}/dev/+/process
 topic write {root}/coord/state
+topic readwrite {root}/coord/process
 {watching}
 pattern write {root}/dev/%u/up/#
 pattern read {root}/dev/%u/dn/#
+pattern readwrite {root}/dev/%u/process
 pattern read {root}/coord/state
 """
 
@@ -136,8 +139,11 @@ def emqx_acl(fleet: str, observers: Sequence[str] = ()) -> str:
 {watching}{{allow, {{username, "coordinator"}}, subscribe, ["{root}/dev/+/up/#"]}}.
 {{allow, {{username, "coordinator"}}, publish, ["{root}/dev/+/dn/#", "{root}/job/#", "{root}/coord/state"]}}.
 {{allow, {{username, "coordinator"}}, publish, ["{root}/dev/+/up/presence", "{root}/dev/+/up/profile"]}}.
+{{allow, {{username, "coordinator"}}, publish, ["{root}/dev/+/process"]}}.
+{{allow, {{username, "coordinator"}}, all, ["{root}/coord/process"]}}.
 {{allow, all, publish, ["{root}/dev/${{username}}/up/#"]}}.
 {{allow, all, subscribe, ["{root}/dev/${{username}}/dn/#", "{root}/coord/state"]}}.
+{{allow, all, all, ["{root}/dev/${{username}}/process"]}}.
 {{deny, all}}.
 """
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import ssl
 import time
-from _ssl import _test_decode_cert  # type: ignore[attr-defined]
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -26,6 +24,7 @@ from fedquilt.edge_agent.settings import AgentSettings, parse_size
 from fedquilt.edge_agent.task import data_check, memory_budget
 from fedquilt.host import sysfs
 from fedquilt.security import enrolment
+from fedquilt.security.certificates import ENROL_AGAIN_FIX, Certificate, find_name_problem, load_certificate
 from fedquilt.tools.boards.doctor import machine_facts
 from fedquilt.tools.boards.doctor.findings import Check, Problem, Verdict, error
 from fedquilt.tools.boards.doctor.machine import (
@@ -44,24 +43,6 @@ from fedquilt.tools.boards.doctor.machine_facts import (
 from fedquilt.transport.mqtt.broker import Broker
 
 CREDENTIAL_FIELDS: Final = ("ca", "cert", "key", "password_file")
-
-
-class Certificate(NamedTuple):
-    file: str
-    name: str | None  # the subject's common name
-    begins_s: float
-    ends_s: float
-    unit: str | None = None  # the subject's organisational unit
-
-
-def load_certificate(file: str) -> Certificate:
-    """Load the first certificate of a PEM file without verification. Raise OSError if that fails."""
-    certificate: dict[str, Any] = _test_decode_cert(file)  # boards may not have the cryptography library
-    subject: dict[str, str] = {}
-    for key, value in (entry for names in certificate["subject"] for entry in names):
-        subject.setdefault(key, value)
-    begins_s, ends_s = (ssl.cert_time_to_seconds(certificate[key]) for key in ("notBefore", "notAfter"))
-    return Certificate(file, subject.get("commonName"), begins_s, ends_s, subject.get("organizationalUnitName"))
 
 
 def _check_credentials(settings: AgentSettings, path: Path) -> Verdict:
@@ -105,15 +86,9 @@ def _check_certificate_validity(device_certificate: Certificate, path: Path, clo
 
 
 def _check_certificate_name(certificate: Certificate, settings: AgentSettings) -> Verdict:
-    if certificate.name == settings.device:
+    if (problem := find_name_problem(certificate, settings.device)) is None:
         return f"the certificate names {settings.device}"
-    return error(
-        (
-            f"certificate {certificate.file} is of {certificate.name!r}, but this device is {settings.device!r}: "
-            f"the broker permits only topics of {certificate.name!r}"
-        ),
-        f"fedquilt identity token {settings.device} on the authority's machine, then enrol this board again",
-    )
+    return error(problem, ENROL_AGAIN_FIX.format(device=settings.device))
 
 
 def format_day(clock_s: float) -> str:
