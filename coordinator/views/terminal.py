@@ -41,7 +41,6 @@ from fedquilt.host import http_server, process_resources
 from fedquilt.host.logs import log_ids
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport import link as links
-from fedquilt.transport.exclusive_link import make_coordinator_link
 from fedquilt.transport.link import Link
 
 WAIT_REPORT_S = 5.0  # delay before the report of a wait, and between reports of changing waits
@@ -332,11 +331,9 @@ def run_coordinator(
         raise JobError("limits.toml [sites] is set on a site, which cannot have sites of its own: remove the table")
     process_resources.keep_freed_memory()
     http_server.raise_descriptor_limit()
-    exclusive_link = make_coordinator_link(link, fleet, store.home)
-    exclusive_link.require_exclusive_use()
     tracker = DeviceStatusTracker(store.home)
     executor = MonitoringExecutor(
-        exclusive_link,
+        link,
         fleet,
         store.blob_store,
         store.begin_epoch(),
