@@ -63,7 +63,9 @@ def test_without_a_broker_nothing_is_submitted(tmp_path, run, monkeypatch, capsy
 def test_a_run_says_which_process_is_its_coordinator(tmp_path, run, embedded_broker, monkeypatch, capsys):
     monkeypatch.setattr(terminal, "run_coordinator", lambda store, link, *given, **more: link.close())
     main(["resume", run, "--home", str(tmp_path), "--broker", embedded_broker.url])
-    assert f"{run} runs in this process, its coordinator until it ends; from" in " ".join(capsys.readouterr().out.split())
+    assert f"{run} runs in this process, its coordinator until it ends; from" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_places_given_beside_a_coordinator_are_said_to_have_no_effect(tmp_path, run, monkeypatch, capsys):

@@ -337,15 +337,12 @@ def check_examples(settings: AgentSettings, path: Path) -> Verdict:
         problem = f"{path} has no [data]: this board declines every task that needs examples"
         return Problem(problem, f"add [data] to {path}")
     spec = DataSpec.parse(settings.data)
-    sources = [(spec.path, spec.download), *((source.path, source.download) for source in spec.sources)]
-    paths = [Path(data_path) for data_path, is_downloaded in sources if data_path and not is_downloaded]
-    for data_path in paths:
-        if not os.access(data_path, os.R_OK):
-            problem = "is not readable by this user" if sysfs.is_forbidden(data_path) else "is missing"
-            return error(f"data {data_path} {problem} ([data] of {path})", f"ls -ld {data_path}")
-        if _is_empty(data_path):
-            problem = f"data {data_path} is empty ([data] of {path})"
-            return error(problem, f"ls -la {data_path}; mount or copy the board's data there")
+    if problem := spec.find_path_problem():
+        return error(problem, f"correct [data] of {path}, or mount the board's data there")
+    paths = spec.list_paths()
+    for data_path in filter(_is_empty, paths):
+        problem = f"data {data_path} is empty ([data] of {path})"
+        return error(problem, f"ls -la {data_path}; mount or copy the board's data there")
     if problem := data_check.find_data_problem(settings.data):
         return error(f"the examples cannot be used: {problem}", f"correct [data] of {path}")
     return f"data found: {', '.join(map(str, paths)) or spec.source_name}"
