@@ -152,6 +152,7 @@ class Ack(WireMessage, frozen=True):
     accepted: bool
     reason: Sentence = ""
     epoch: Count = 0  # number of the coordinator start that sent the acknowledgement
+    is_late: bool = False  # whether the update was no longer expected
 
 
 ReleaseKind = Literal["model", "agent", "settings"]

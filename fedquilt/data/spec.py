@@ -199,7 +199,8 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def list_paths(self) -> list[Path]:
         """Return the files and folders of the data, without those that are downloaded if they are missing."""
-        return [Path(source.path) for source in (self, *self.sources) if source.path and not source.download]
+        sources: tuple[DataSpec | ExampleSource, ...] = (self, *self.sources)
+        return [Path(source.path) for source in sources if source.path and not source.download]
 
     def find_path_problem(self) -> str:
         """Return why a file or folder of the data cannot be opened, or ""."""
