@@ -29,6 +29,7 @@ from fedquilt.tools.boards.doctor import machine_facts
 from fedquilt.tools.boards.doctor.findings import Check, Problem, Verdict, error
 from fedquilt.tools.boards.doctor.machine import (
     FREE_MEMORY_FIX,
+    MIN_CLOCK_S,
     InstalledPackages,
     onnx_installation_command,
     read_packages,
@@ -73,6 +74,13 @@ def _check_certificate_validity(device_certificate: Certificate, path: Path, clo
     label = f"certificate {device_certificate.file}"
     end_day = format_day(ends_s)
     renew_fix = f"sudo fedquilt identity enrol {path}"
+    if clock_s < MIN_CLOCK_S:  # the check of the clock reports it, and the broker judges the certificate by its own
+        return f"{label} ends on {end_day}, which cannot be judged while the clock shows {format_day(clock_s)}"
+    if ends_s < MIN_CLOCK_S:
+        return error(
+            f"{label} was issued while the authority's clock showed {format_day(begins_s)}: the broker will refuse it",
+            f"set the clock of the authority's machine, then {ENROL_AGAIN_FIX.format(device=device_certificate.name)}",
+        )
     if clock_s < begins_s:
         return error(
             f"{label} is valid from {format_day(begins_s)}, but the clock shows {format_day(clock_s)}: it is slow",
