@@ -42,6 +42,9 @@ class RoundBitmap(Sequence[int]):
     def rounds_before(self, round: int) -> RoundBitmap:
         return RoundBitmap(self._bits & (1 << round) - 1)
 
+    def without(self, other: RoundBitmap) -> RoundBitmap:
+        return RoundBitmap(self._bits & ~other._bits)
+
     @property
     def last_round(self) -> int | None:
         return self._bits.bit_length() - 1 if self._bits else None

@@ -413,8 +413,8 @@ class Server:
     def _answer_inactive_job(self, input: responses.ClaimReceived | responses.UpdateAnnounced, now_s: float) -> None:
         for action in responses.decide_response("", None, None, input, now_s).actions:
             match action:
-                case responses.AckUpdate(device, update, accepted, reason):
-                    self._context.acknowledge_update(device, update, accepted, reason)
+                case responses.AckUpdate():
+                    self._context.acknowledge_update(action)
                 case responses.CancelTask(device):
                     self._context.cancel_task(device, "", now_s)
                 case _:

@@ -198,7 +198,9 @@ class Agent:
             elif route.subtopic == "ack":
                 ack = wire.decode(message.payload, wire.Ack)
                 self._apply_ack(
-                    UpdateAcked((ack.job, ack.round), ack.accepted, ack.epoch, ack.attempt), ack.reason, now_s
+                    UpdateAcked((ack.job, ack.round), ack.accepted, ack.epoch, ack.attempt),
+                    f"is not needed: {ack.reason}" if ack.is_late else f"was rejected: {ack.reason}",
+                    now_s,
                 )
             elif not self.releases.handle_message(route.subtopic, message.payload, now_s):
                 self._transfers.handle_message(route, message.payload, now_s)
@@ -215,8 +217,11 @@ class Agent:
         missing = frozenset(ref for ref in task.bundles.values() if not self.storage.blob_store.has_blob(ref))
         return self.task_runner.handle_event(TaskReceived(task, missing), now_s)
 
-    def _apply_ack(self, ack: UpdateAcked, reason: str, now_s: float) -> None:
-        """Record an update's ack and delete its blobs. Do nothing if an accepted ack cannot be recorded."""
+    def _apply_ack(self, ack: UpdateAcked, outcome: str, now_s: float) -> None:
+        """Record an update's ack and delete its blobs. Do nothing if an accepted ack cannot be recorded.
+
+        `outcome` is what happened to an update that is not accepted, as the end of a sentence.
+        """
         key, accepted = ack.key, ack.accepted
         entry = self.task_runner.state.outbox.get(key)
         if entry is None:
@@ -235,7 +240,7 @@ class Agent:
             self.task_runner.state = state  # an update that is partly deleted cannot be submitted again
         if not accepted:
             ids = log_ids(run=key[0], round=key[1])
-            log.warning("update of %s, round %d, was rejected: %s", key[0], key[1] + 1, reason, extra=ids)
+            log.warning("update of %s, round %d, %s", key[0], key[1] + 1, outcome, extra=ids)
         self.task_runner.carry_out_actions(actions, now_s)
 
     def _delete_unneeded(self, refs: Iterable[BlobRef]) -> None:
@@ -357,7 +362,9 @@ class Agent:
             return
         if not has_all_blobs:
             rejection = UpdateAcked((update.job, update.round), False, update.epoch, update.attempt)
-            return self._apply_ack(rejection, "blobs of the update are missing or damaged on this device's disk", now_s)
+            return self._apply_ack(
+                rejection, "is repeated: its blobs on this device's disk are missing or damaged", now_s
+            )
         if self._link.connected:  # else submitted with the next session
             self.publish_message("update", update)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fedquilt import profiles, systemd, wire
+from fedquilt import profiles, systemd
 from fedquilt.blobs.direct_transfers import TransferBackend
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.agent import Agent
@@ -35,29 +35,20 @@ log = logging.getLogger("fedquilt.agent")
 
 
 def run_agent(settings: AgentSettings) -> None:
-    from fedquilt.security.authenticated_link import UNSIGNED, AuthenticatedDeviceLink, load_identity
+    from fedquilt.edge_agent import device_link
     from fedquilt.transport.mqtt.broker import Broker
-    from fedquilt.transport.mqtt.link import MqttLink
 
     process_resources.keep_freed_memory()
     broker = Broker.from_url(**msgspec.structs.asdict(settings.broker))
     profile = None if settings.profile is None else profiles.find_board_profile(settings.profile)
     meter = None if settings.meter is None else devices.create_meter(settings.meter)
     board, boot = devices.create_device(settings.board, profile=profile, meter=meter), os.urandom(8).hex()
-    presence = wire.Topics(settings.fleet).device_topic(settings.device, "up", "presence")
     sandbox.protect_memory()
     previous_umask = os.umask(0o077)  # only this user may read models, updates and private state
     lock = AgentState(Path(settings.home)).lock_home()
     with contextlib.suppress(PermissionError):  # the home may belong to another user
         os.chmod(settings.home, 0o700)
-    client = f"fedquilt-{settings.fleet}-{settings.device}"
-    mqtt_link = MqttLink(broker, client, (presence, wire.encode(wire.Presence(online=False, boot=boot))))
-    identity = load_identity(broker)
-    link = (
-        mqtt_link if identity is None else AuthenticatedDeviceLink(mqtt_link, identity, settings.fleet, settings.device)
-    )
-    if identity is None:
-        log.info("%s", UNSIGNED)
+    link, identity = device_link.open_device_link(settings, broker, boot)
     memory_limit, home = memory_budget.MemoryLimit(), Path(settings.home).absolute()
     worker = ChildWorker(settings.warm_s, sandbox.task_command(home / "task"), memory_limit, home / "task")
     check_home = home / sandbox.CHECK

@@ -147,12 +147,6 @@ def parse_settings(table: Mapping[str, Any]) -> AgentSettings:
     return settings
 
 
-def describe_missing_data(settings: AgentSettings) -> str:
-    path = Path(settings.data.get("path") or ".")
-    # No error, because the file may be on a disk that is mounted later. `Path.exists` raises some errors of the disk.
-    return "" if os.path.exists(path) else f"no data at {path} ([data] path){toml.suggest_file(path)}"
-
-
 def _resolve_all_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     profile = table.get("profile")
     is_shipped_profile = (

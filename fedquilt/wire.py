@@ -55,13 +55,20 @@ Seconds1970 = Annotated[float, Meta(ge=-1e12, le=1e12)]
 class CoordState(WireMessage, frozen=True):
     """State of the coordinator on coord/state, retained and used as last will.
 
-    On dn/presence, the message requests the presence of a device. With a home and epoch 0 on coord/state, a starting
-    coordinator requests the state of a running one.
+    On dn/presence, the message requests the presence of a device.
     """
 
     online: bool
     epoch: Count = 0  # number of coordinator starts
-    home: ShortText = ""  # host and folder of the coordinator
+
+
+class ProcessState(WireMessage, frozen=True):
+    """Process that uses the name of a coordinator or device, on coord/process or dev/<device>/process, retained."""
+
+    process: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]  # earlier starts have smaller ids
+    number: Count  # grows with each publication
+    is_established: bool  # false while the process waits for the answer of another one
+    place: ShortText = ""  # host and folder of the process
 
 
 class RoundState(WireMessage, frozen=True):
@@ -145,6 +152,7 @@ class Ack(WireMessage, frozen=True):
     accepted: bool
     reason: Sentence = ""
     epoch: Count = 0  # number of the coordinator start that sent the acknowledgement
+    is_late: bool = False  # whether the update was no longer expected
 
 
 ReleaseKind = Literal["model", "agent", "settings"]
@@ -235,6 +243,7 @@ class Hello(DeviceReport, frozen=True):
 
 Message = (
     CoordState
+    | ProcessState
     | RoundState
     | Presence
     | Profile
@@ -349,6 +358,7 @@ class Topics:
     def __init__(self, fleet: str) -> None:
         self.root = f"fq/{VERSION}/{fleet}"
         self.coord = f"{self.root}/coord/state"
+        self.coordinator_process = f"{self.root}/coord/process"
 
     def round_topic(self, job: str) -> str:
         """Return the topic of a job's round state."""
@@ -357,6 +367,15 @@ class Topics:
     def device_topic(self, device: str, direction: Direction, subtopic: str) -> str:
         """Return the topic of a device for a direction and a subtopic, such as "up" and "presence"."""
         return f"{self.root}/dev/{device}/{direction}/{subtopic}"
+
+    def device_process(self, device: str) -> str:
+        """Return the topic of the process that uses a device's name."""
+        return f"{self.root}/dev/{device}/process"
+
+    def retained_of_device(self, device: str) -> tuple[str, ...]:
+        """Return the topics of a device's retained messages."""
+        presence, profile = (self.device_topic(device, "up", subtopic) for subtopic in ("presence", "profile"))
+        return presence, profile, self.device_process(device)
 
     def chunk_topic(self, device: str, direction: Direction, sha256: str, index: int) -> str:
         """Return the topic of a blob's chunk."""
@@ -378,7 +397,7 @@ class Topics:
 class Route(msgspec.Struct, frozen=True):
     """Parts of a topic. Parts that the topic does not have are "" or -1."""
 
-    subtopic: str  # "presence", ..., "get", "chunk", "manifest", "missing", "place", "coord", "round"
+    subtopic: str  # "presence", ..., "get", "chunk", "manifest", "missing", "place", "coord", "process", "round"
     message_type: type[WireMessage] | None  # None for the raw bytes of a chunk
     device: str = ""
     direction: str = ""
@@ -403,6 +422,10 @@ def parse_topic(topic: str) -> Route:
     match topic.split("/"):
         case ["fq", "1", fleet, "coord", "state"] if _NAME.match(fleet):
             return Route("coord", CoordState)
+        case ["fq", "1", fleet, "coord", "process"] if _NAME.match(fleet):
+            return Route("process", ProcessState)
+        case ["fq", "1", fleet, "dev", device, "process"] if _NAME.match(fleet) and _NAME.match(device):
+            return Route("process", ProcessState, device)
         case ["fq", "1", fleet, "job", job, "round"] if _NAME.match(fleet) and _NAME.match(job):
             return Route("round", RoundState, job=job)
         case ["fq", "1", fleet, "dev", device, ("up" | "dn") as direction, *levels] if _NAME.match(

@@ -415,8 +415,8 @@ class LinkExecutor:
         self._silence_detector.forget(device)
         for kind in KINDS:
             self.send_release(device, kind, None)
-        for leaf in ("presence", "profile"):
-            self._link.publish(self._topics.device_topic(device, "up", leaf), b"", retain=True)
+        for topic in self._topics.retained_of_device(device):
+            self._link.publish(topic, b"", retain=True)
 
     def _record_contact(self, device: str) -> None:
         if self._silence_detector.record_contact(device):

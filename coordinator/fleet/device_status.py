@@ -36,6 +36,7 @@ class CurrentTask(msgspec.Struct, frozen=True):
     step: Literal["asked", "working", "waiting", "sending"]  # waiting: queued for a large transfer
     since: float
     fraction: float | None = None  # progress from 0 to 1
+    is_evaluation: bool = False  # whether the task is only an evaluation, which has no round number for people
 
 
 class LatestDecline(msgspec.Struct, frozen=True):
@@ -44,6 +45,7 @@ class LatestDecline(msgspec.Struct, frozen=True):
     reason: str
     job: str = ""
     round: int = 0
+    is_evaluation: bool = False  # as of the task
 
 
 class InstalledRelease(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -133,7 +135,7 @@ def apply_return(status: DeviceStatus, time_s: float) -> DeviceStatus:
 def apply_task(status: DeviceStatus, task: Task, time_s: float) -> DeviceStatus:
     if status.doing is not None and _is_task(status.doing, task.job, task.round):
         return status
-    return replace(status, doing=CurrentTask(task.job, task.round, "asked", time_s))
+    return replace(status, doing=CurrentTask(task.job, task.round, "asked", time_s, None, "work" not in task.actions))
 
 
 def apply_transfer_turn(status: DeviceStatus, is_waiting: bool) -> DeviceStatus:
@@ -145,9 +147,10 @@ def apply_transfer_turn(status: DeviceStatus, is_waiting: bool) -> DeviceStatus:
 
 def apply_ack(status: DeviceStatus, ack: wire.Ack, time_s: float) -> DeviceStatus:
     idle = replace(status, doing=None)
-    if ack.accepted:
+    if ack.accepted or ack.is_late:
         return idle
-    return replace(idle, refusal=LatestDecline(time_s, "update", ack.reason, ack.job, ack.round))
+    is_evaluation = status.doing is not None and status.doing.is_evaluation
+    return replace(idle, refusal=LatestDecline(time_s, "update", ack.reason, ack.job, ack.round, is_evaluation))
 
 
 def add_sample(previous: TelemetrySample | None, count: int, telemetry: Telemetry, time_s: int) -> TelemetrySample:
@@ -198,14 +201,16 @@ def _apply_presence(status: DeviceStatus, message: wire.Presence, time_s: float)
 
 def _apply_claim(status: DeviceStatus, message: wire.Claim, time_s: float) -> DeviceStatus:
     task = status.doing if status.doing is not None and _is_task(status.doing, message.job, message.round) else None
+    is_evaluation = task is not None and task.is_evaluation
     if message.accepted:
         since = task.since if task is not None and task.step == "working" else time_s
         fraction = None if task is None else task.fraction
-        return replace(status, doing=CurrentTask(message.job, message.round, "working", since, fraction))
+        doing = CurrentTask(message.job, message.round, "working", since, fraction, is_evaluation)
+        return replace(status, doing=doing)
     idle_status = replace(status, doing=None)
     if message.code in NO_REFUSAL:
         return idle_status
-    decline = LatestDecline(time_s, message.code, message.reason, message.job, message.round)
+    decline = LatestDecline(time_s, message.code, message.reason, message.job, message.round, is_evaluation)
     if status.refusal is not None and replace(status.refusal, at=time_s) == decline:
         return idle_status  # a repeated decline of a repeated task
     return replace(idle_status, refusal=decline)

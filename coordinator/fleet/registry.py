@@ -169,6 +169,7 @@ class DeviceRecord:
     telemetry: Telemetry | None = None  # latest telemetry
     telemetry_s: float = 0.0  # time of its arrival
     blocked_until_s: float = -math.inf  # messages of the device are ignored until then
+    is_removed: bool = False  # by a user, and without a message since
 
     @property
     def is_online(self) -> bool:
@@ -206,6 +207,7 @@ class DeviceRegistry:
         if message.online:
             self._track_agents(device, record, message)
         record.is_announced, record.boot = message.online, message.boot
+        record.is_removed = record.is_removed and not message.online
         record.silent = record.silent and message.online
         return has_appeared
 
@@ -234,7 +236,7 @@ class DeviceRegistry:
     def forget_device(self, device: str, now_s: float) -> None:
         """Delete all data of a device, except its boot id."""
         self.devices[device] = DeviceRecord(
-            boot=self._record_for_update(device).boot, offline_since_s=now_s - OFFLINE_GRACE_S
+            boot=self._record_for_update(device).boot, offline_since_s=now_s - OFFLINE_GRACE_S, is_removed=True
         )
 
     def find_unreachable(self, devices: Iterable[str], now_s: float) -> frozenset[str]:
@@ -361,7 +363,8 @@ class DeviceRegistry:
             grace_end_s, telemetry_end_s = record.offline_since_s + OFFLINE_GRACE_S, record.telemetry_s + FRESH_S
             telemetry = record.telemetry if now_s < telemetry_end_s else None
             is_online = record.is_online or (now_s < grace_end_s and not record.silent)
-            view = DeviceSnapshot(is_online, record.profile, telemetry, now_s < record.blocked_until_s, record.silent)
+            is_blocked = now_s < record.blocked_until_s
+            view = DeviceSnapshot(is_online, record.profile, telemetry, is_blocked, record.silent, record.is_removed)
             if now_s < record.blocked_until_s:
                 heapq.heappush(self._expirations, (record.blocked_until_s, device))
             if not record.is_online and now_s < grace_end_s:

@@ -16,7 +16,7 @@ from fedquilt.coordinator.rounds import events, responses
 from fedquilt.coordinator.rounds.job_state import JobView
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import validation
-from fedquilt.core import Update, shorten_error
+from fedquilt.core import shorten_error
 from fedquilt.host.logs import log_ids
 
 if TYPE_CHECKING:
@@ -66,9 +66,10 @@ class CoordinatorContext:
                 controller.unsent_devices.remove(device)
                 controller.send_task(device, now_s)
 
-    def acknowledge_update(self, device: str, update: Update, accepted: bool, reason: str) -> None:
-        ack = wire.Ack(update.job, update.round, update.attempt, accepted, shorten_error(reason))
-        self.executor.send_ack(device, ack)
+    def acknowledge_update(self, action: responses.AckUpdate) -> None:
+        update, reason = action.update, shorten_error(action.reason)
+        ack = wire.Ack(update.job, update.round, update.attempt, action.accepted, reason, is_late=action.is_late)
+        self.executor.send_ack(action.device, ack)
 
     def adopt_epoch(self, device: str, epoch: int) -> None:
         """Raise the epoch above a device's epoch. The home may have been restored from an older copy.

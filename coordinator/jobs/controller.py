@@ -358,8 +358,8 @@ class JobController:
                 self.unsent_devices.discard(device)
                 self._context.cancel_task(device, self.id, now_s)
                 self._discard_unfinished_update(device)
-            case responses.AckUpdate(device, update, accepted, reason):
-                self._context.acknowledge_update(device, update, accepted, reason)
+            case responses.AckUpdate():
+                self._context.acknowledge_update(action)
             case responses.FetchUpdate(device, update):
                 self._discard_unfinished_update(device, update)
                 self._incomplete_updates[device] = update

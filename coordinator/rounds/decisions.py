@@ -32,6 +32,7 @@ from fedquilt.coordinator.rounds.job_state import JobState, describe_unmetered_t
 from fedquilt.coordinator.rounds.selection import (
     DECLINE_REASONS,
     DISK_FULL,
+    REMOVED,
     UPDATE,
     LastingDecline,
     format_by_reason,
@@ -119,11 +120,12 @@ def eligibility_event(
 ) -> EligibilityRecorded | None:
     """Return the event with changes of eligibility and costs, or None without changes.
 
-    Devices that have an entry in the log but no label are offline.
+    Devices that have an entry in the log but no label are offline. A removed device stays removed until it is online.
     """
     devices_by_label: dict[str, list[str]] = {}
     for device, label in sorted(labels.changed_values(state.eligibility, default="offline").items()):
-        devices_by_label.setdefault(label, []).append(device)
+        if label != "offline" or state.eligibility.get(device) != REMOVED:
+            devices_by_label.setdefault(label, []).append(device)
     eligible_devices = tuple(devices_by_label.pop(ELIGIBLE, ()))
     ineligible_devices = {code: tuple(devices) for code, devices in sorted(devices_by_label.items())}
     changed_costs = costs.changed_values(state.costs, devices=labels.devices_with(ELIGIBLE)) if costs else {}

@@ -195,7 +195,7 @@ class JobState(msgspec.Struct, frozen=True):
     parent_order: events.JobStarted | None = None  # on a site, the parent's settings of the running round
     # device of a site -> site whose update in this round contains the device
     sites_by_device: Mapping[str, str] = field(default_factory=dict)
-    evaluation_rounds: int = 0  # number of evaluation rounds so far
+    evaluation_rounds: RoundBitmap = NEVER
     class_counts: tuple[int, ...] = ()  # held-out examples of each class in the last evaluation
     reason: str = ""
     # buffered mode: device -> its task of an earlier round, which is open or whose update this round has accepted
@@ -228,17 +228,21 @@ class JobState(msgspec.Struct, frozen=True):
         """Return the round, attempt and state of a device's task, which may be earlier in buffered mode."""
         return self.earlier_versions.get(device) or TaskVersion(self.round, self.attempt, self.state)
 
+    def is_new_contributor(self, device: str) -> bool:
+        """Return whether no update of a device has been aggregated, evaluations aside."""
+        return not self.history.get(device, NEVER).without(self.evaluation_rounds)
+
     def staleness(self, update: Update) -> int:
         """Return the number of commits since the state from which an update was computed."""
         return self.round - update.round
 
     @property
     def completed_rounds(self) -> int:  # without evaluation rounds
-        return self.round - self.evaluation_rounds
+        return self.round - len(self.evaluation_rounds)
 
     @property
     def is_work_done(self) -> bool:
-        return self.is_method_done or self.round - self.evaluation_rounds >= self.constants.rounds
+        return self.is_method_done or self.completed_rounds >= self.constants.rounds
 
     @property
     def task_actions(self) -> tuple[Action, ...]:
@@ -542,7 +546,12 @@ def _rewind_to_round(state: JobState, round: int) -> JobState:
     last_selected_rounds = RoundColumn(
         {device: min(last_round, round) for device, last_round in state.last_selected_rounds.items()}
     )
-    return replace(_clear_round(state, round), history=history, last_selected_rounds=last_selected_rounds)
+    return replace(
+        _clear_round(state, round),
+        history=history,
+        last_selected_rounds=last_selected_rounds,
+        evaluation_rounds=state.evaluation_rounds.rounds_before(round),
+    )
 
 
 def _apply_round_committed(state: JobState, event: events.RoundCommitted, now_s: float) -> JobState:
@@ -562,7 +571,9 @@ def _apply_round_committed(state: JobState, event: events.RoundCommitted, now_s:
         is_method_done=state.is_method_done or event.finished,
         is_final_evaluation_done=state.is_work_done and not state.is_evaluation_round,
         is_evaluation_round=False,
-        evaluation_rounds=state.evaluation_rounds + event.is_evaluation_round,
+        evaluation_rounds=state.evaluation_rounds.with_round(state.round)
+        if event.is_evaluation_round
+        else state.evaluation_rounds,
         usage=replace(state.usage, wall_s=state.usage.wall_s + event.took_s),
         best=state.best_after(event.evaluation),
     )

@@ -98,6 +98,7 @@ class AckUpdate(msgspec.Struct, frozen=True):
     update: Update
     accepted: bool
     reason: str = ""
+    is_late: bool = False  # whether the update was not expected, whatever its content
 
 
 class DiscardUpdate(msgspec.Struct, frozen=True):
@@ -275,7 +276,7 @@ def _duplicate_device_text(board: str, submitter: str) -> str:
 def _reject_unexpected_update(
     state: JobState | None, arriving_update: ArrivingUpdate, input: UpdateAnnounced, reason: str
 ) -> Decision:
-    ack = AckUpdate(input.device, input.update, False, reason)
+    ack = AckUpdate(input.device, input.update, False, reason, is_late=input.device == input.update.device)
     cancellation = () if _is_update_expected(state, input.device) else (CancelTask(input.device),)
     return Decision(arriving_update, (), (ack, *cancellation))
 

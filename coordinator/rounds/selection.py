@@ -33,8 +33,10 @@ from fedquilt.wire import Telemetry
 
 BUSY: Final = "busy"  # BUSY and SHARE depend on other jobs, and are set by `jobs.job.decide_next_event`
 SHARE: Final = "share"
+REMOVED: Final = "removed"
 REASONS: Final[Mapping[str, str]] = {
     "offline": "offline",
+    REMOVED: "removed from the fleet",
     "silent": "silent: the broker reports the device online, but the device does not answer",
     "flooding": "sent too many messages, and is ignored for a while",
     "profile": "has not sent its profile yet",
@@ -57,7 +59,16 @@ REASONS: Final[Mapping[str, str]] = {
     BUSY: "is working for another job, or reserved for a job that has used less device time",
     SHARE: "is left free: this submitter's jobs have as many devices as [submitter] share in limits.toml allows",
 }
-ONLINE_REASONS: Final = frozenset(REASONS) - {"offline", "profile", "labels", "engine", "codec", "plugin", "site"}
+ONLINE_REASONS: Final = frozenset(REASONS) - {
+    "offline",
+    REMOVED,
+    "profile",
+    "labels",
+    "engine",
+    "codec",
+    "plugin",
+    "site",
+}
 """Reasons that exclude devices which are online and suitable for the job."""
 
 
@@ -67,6 +78,7 @@ class DeviceSnapshot(NamedTuple):
     telemetry: Telemetry | None = None  # None without a recent report
     flooding: bool = False  # sent too many messages, which are ignored now
     silent: bool = False  # online according to the broker, but without an answer
+    removed: bool = False  # by a user, and without a message since
 
 
 class JobRequirements(NamedTuple):
@@ -83,7 +95,7 @@ def ineligibility_code(snapshot: DeviceSnapshot, requirements: JobRequirements) 
     """
     profile, telemetry, cohort = snapshot.profile, snapshot.telemetry, requirements.cohort
     if not snapshot.online:
-        return "silent" if snapshot.silent else "offline"
+        return REMOVED if snapshot.removed else "silent" if snapshot.silent else "offline"
     if snapshot.flooding:
         return "flooding"
     if profile is None:
@@ -146,13 +158,18 @@ class DeclineReason(NamedTuple):
     recurs: bool  # whether the same task would fail again, so that no attempt is spent on it
     cause: str  # as part of "CAUSE in round 3 on 2 of 5 devices"
     fix: str
+    holds_for_any_task: bool = False  # whether tasks with other actions would fail as well
 
 
 _RESUME: Final = "then `fedquilt resume` the run"
 _UPGRADE: Final = "install the coordinator's fedquilt and packages on these devices"
 DECLINE_REASONS: Final[Mapping[str, DeclineReason]] = {
     "data": DeclineReason(
-        "start", True, "the data cannot be used", f"correct the data or [data], restart these agents, {_RESUME}"
+        "start",
+        True,
+        "the data cannot be used",
+        f"correct the data or [data], restart these agents, {_RESUME}",
+        holds_for_any_task=True,
     ),
     "engine": DeclineReason("start", True, "the engine cannot run the task", f"{_UPGRADE}, or set another engine"),
     "method": DeclineReason(
@@ -185,7 +202,7 @@ DECLINE_REASONS: Final[Mapping[str, DeclineReason]] = {
     "disk": DeclineReason("attempt", False, "the disk failed", f"check the disks, {_RESUME}"),
     "failed": DeclineReason("attempt", False, "the work failed", f"check these devices, {_RESUME}"),
     "flooding": DeclineReason("attempt", False, "the device sent too much", f"remove it, {_RESUME}"),
-    "removed": DeclineReason("attempt", False, "the device was removed from the fleet", "none is needed"),
+    REMOVED: DeclineReason("attempt", False, "the device was removed from the fleet", "none is needed"),
     NO_WORK: DeclineReason("attempt", False, "the method has no task", "none is needed"),
 }
 """Code of a decline -> duration, cause and fix."""
@@ -202,7 +219,9 @@ class LastingDecline(msgspec.Struct, frozen=True):
 
     def would_recur(self, round: int, actions: Collection[str], agent_start_key: str, shortage: MemoryShortage) -> bool:
         kind = DECLINE_REASONS[self.code]
-        if (agent_start_key != self.agent_start_key and self.code != UPDATE) or not self.actions.issubset(actions):
+        if agent_start_key != self.agent_start_key and self.code != UPDATE:
+            return False
+        if not (kind.holds_for_any_task or self.actions.issubset(actions)):
             return False
         if round == self.round or kind.duration == "start":
             return kind.recurs

@@ -24,6 +24,7 @@ from fedquilt.arrays import tensors
 from fedquilt.coordinator.device_columns import MAX_EXAMPLES
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
 from fedquilt.core import (
+    NEW_DEVICE,
     Encoding,
     EvaluationSums,
     Profile,
@@ -73,6 +74,7 @@ class ClaimBounds(NamedTuple):
     task: TaskKind = "classes"  # prediction task of the job's network
     outputs: int | None = None  # outputs of the job's network, or None if not declared
     uses_class_priors: bool = False
+    is_new: bool = True  # whether no earlier update of the device has been aggregated
 
 
 def replace_unprintable(message: M, payload: bytes) -> M:
@@ -144,9 +146,14 @@ def limit_claims(update: Update, bounds: ClaimBounds) -> tuple[Update, str]:
             f"maximum for the site's devices"
         )
         site_transfers = None
+    metrics = update.metrics
+    if metrics.get(NEW_DEVICE, bounds.is_new) != bounds.is_new and not has_site_bundles(update.bundles):
+        problems.append(f"{NEW_DEVICE} = {metrics[NEW_DEVICE]:g}, which the coordinator's records contradict")
+        metrics = {**metrics, NEW_DEVICE: float(bounds.is_new)}
     if not problems:
         return update, ""
-    return replace(update, usage=usage, devices_usage=site_transfers, evaluation=sums), "; ".join(problems)
+    update = replace(update, usage=usage, devices_usage=site_transfers, evaluation=sums, metrics=metrics)
+    return update, "; ".join(problems)
 
 
 def require_plausible(update: Update, bounds: ClaimBounds, *, work: bool) -> None:

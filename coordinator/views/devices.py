@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -15,15 +16,14 @@ from fedquilt.coordinator.fleet.device_status import (
     CurrentTask,
     DeviceStatus,
     InstalledRelease,
+    LatestDecline,
     TelemetrySample,
     TelemetryStore,
 )
-from fedquilt.core import shorten_error
 from fedquilt.formats import labels
 
 STATES: Final = ("online", "offline", "silent", "working", "idle", "refused")  # values of --state
 MIN_REPORTED_SKEW_S: Final = 1.0  # smaller differences between clocks may be the network's
-MIN_REASON_WIDTH: Final = 20  # columns for the reason of a decline, even in a narrow terminal
 HEAD: Final = ("device", "state", "for", "W", "°C", "memory", "doing")
 WATCH_INTERVAL_S: Final = 0.5  # between two checks of `watch_devices`
 
@@ -94,16 +94,11 @@ def format_devices(
         if runner_text := _format_runner(device.reading):
             lines.append(_truncate_line(f"  {runner_text}", width))
         for release in device.board.runs:
-            lines.append(_truncate_line(f"  {_format_release(release, now)}", width))
+            lines += _wrap_line(f"  {_format_release(release, now)}", width)
         if (refusal := device.board.refusal) is not None:
-            task_text = f" {_job_name(refusal.job)}, round {refusal.round + 1}," if refusal.job else ""
+            task_text = f" {_format_round(refusal)}," if refusal.job else ""
             elapsed = units.format_duration(now - refusal.at)
-            prefix = f"  refused{task_text} {elapsed} ago ({refusal.code}): "
-            lines.append(
-                _truncate_line(
-                    prefix + shorten_error(refusal.reason, max(width - len(prefix), MIN_REASON_WIDTH)), width
-                )
-            )
+            lines += _wrap_line(f"  refused{task_text} {elapsed} ago ({refusal.code}): {refusal.reason}", width)
     return lines
 
 
@@ -143,7 +138,11 @@ def _format_digits(value: float, digits: int) -> str:
 
 def _format_task(doing: CurrentTask, now: float) -> str:
     share = f" {100 * doing.fraction:.0f} %" if doing.fraction is not None else ""
-    return f"{_job_name(doing.job)}, round {doing.round + 1}:{share} {units.format_duration(now - doing.since)}"
+    return f"{_format_round(doing)}:{share} {units.format_duration(now - doing.since)}"
+
+
+def _format_round(task: CurrentTask | LatestDecline) -> str:
+    return f"{_job_name(task.job)}, {'evaluation' if task.is_evaluation else f'round {task.round + 1}'}"
 
 
 def _job_name(run: str) -> str:
@@ -185,11 +184,17 @@ def _describe_device(board: DeviceStatus, now: float) -> str:
 
 
 def _truncate_line(line: str, width: int) -> str:
-    # unprintable characters could move the terminal's cursor
-    if not line.isprintable():
-        line = "".join(character if character.isprintable() else "?" for character in line)
-    stripped = line.rstrip()
+    stripped = _replace_unprintable(line).rstrip()
     return stripped if len(stripped) <= width else f"{stripped[: width - 1]}…"
+
+
+def _wrap_line(line: str, width: int) -> list[str]:
+    return textwrap.wrap(_replace_unprintable(line), width, initial_indent="", subsequent_indent="    ")
+
+
+def _replace_unprintable(line: str) -> str:
+    # unprintable characters could move the terminal's cursor
+    return "".join(character if character.isprintable() else "?" for character in line)
 
 
 def watch_devices(

@@ -103,7 +103,10 @@ def format_event(previous_summary: RunSummary, event: events.AnyEvent, new_summa
     if isinstance(event, events.RoundRetried) and previous_summary.state.phase != "new":
         name = FINAL_EVALUATION if is_final else f"round {event.round + 1}"
         return [f"{name}: {_describe_retry(event, previous_summary.state)}"]
-    return format_single_event(event, is_final)
+    lines = format_single_event(event, is_final)
+    if isinstance(event, events.RoundClosed) and (missing := sorted(previous_summary.state.pending_devices)):
+        lines = [f"{lines[0]}; no update from {wait_reasons.format_names(missing)}"]
+    return lines
 
 
 def format_single_event(event: events.AnyEvent, is_final_evaluation: bool = False) -> list[str]:

@@ -158,6 +158,7 @@ class RoundOutcomes:
             ineligible = {
                 device: DeviceOutcome(selection.reason_key(code), selection.reason_text(code))
                 for device, code in state.ineligibility_reasons.items()
+                if code != selection.REMOVED
             }
             _set_outcomes(by_round, event.round, ineligible)
 
@@ -198,7 +199,7 @@ def _selection_outcomes(state: JobState, event: events.CohortSelected) -> Mappin
     outcomes = {
         device: DeviceOutcome(selection.reason_key(code), selection.reason_text(code))
         for device, code in state.ineligibility_reasons.items()
-        if device not in answered_devices
+        if device not in answered_devices and code != selection.REMOVED
     }
     for number, device in enumerate(full_ranking, 1):
         text = f"not drawn: place {number} of {len(full_ranking)}, {cohort_size} selected"

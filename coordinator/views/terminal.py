@@ -22,7 +22,6 @@ from fedquilt.console import progress, table
 from fedquilt.coordinator.background_worker import ThreadWorker
 from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
-from fedquilt.coordinator.delivery.sole_coordinator import SoleCoordinatorLink
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
@@ -36,7 +35,7 @@ from fedquilt.coordinator.storage.store import MAX_COORDINATOR_GAP_S, InactiveRu
 from fedquilt.coordinator.updates import sites
 from fedquilt.coordinator.views import event_messages, round_outcomes, run_summary, wait_reasons
 from fedquilt.coordinator.views import rollouts as rollout_view
-from fedquilt.coordinator.views.run_summary import RoundSummary, RunSummary
+from fedquilt.coordinator.views.run_summary import RoundSummary, RunSummary, is_of_final_evaluation
 from fedquilt.core import JobError
 from fedquilt.host import http_server, process_resources
 from fedquilt.host.logs import log_ids
@@ -332,11 +331,9 @@ def run_coordinator(
         raise JobError("limits.toml [sites] is set on a site, which cannot have sites of its own: remove the table")
     process_resources.keep_freed_memory()
     http_server.raise_descriptor_limit()
-    sole_link = SoleCoordinatorLink(link, fleet, store.home)
-    sole_link.require_sole_coordinator()
     tracker = DeviceStatusTracker(store.home)
     executor = MonitoringExecutor(
-        sole_link,
+        link,
         fleet,
         store.blob_store,
         store.begin_epoch(),
@@ -498,7 +495,8 @@ class JsonConsole(Console):
         device = getattr(event, "device", None) or getattr(update, "device", None)
         ids = log_ids(run=job.id, round=getattr(event, "round", None), device=device, fact=type(event).__name__)
         level = logging.ERROR if getattr(event, "status", "") == "failed" else logging.INFO
-        log.log(level, "%s", "; ".join(event_messages.format_single_event(event)), extra=ids)
+        is_final = is_of_final_evaluation(job.job_state, event)
+        log.log(level, "%s", "; ".join(event_messages.format_single_event(event, is_final)), extra=ids)
 
     def report(self, first: str, *more: str) -> None:
         log.info("%s", "; ".join((first, *more)))

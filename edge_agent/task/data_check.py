@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from fedquilt.core import FedquiltError
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent.settings import AgentSettings, describe_missing_data
+from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task import sandbox
 from fedquilt.edge_agent.task.memory_budget import MemoryLimit
 from fedquilt.edge_agent.task.process import exit_with_parent
@@ -47,9 +47,12 @@ def find_data_problem(data: Mapping[str, Any]) -> str:
 
 def warn_of_unreadable_data(settings: AgentSettings, private: Path, limit: MemoryLimit, budget_bytes: int) -> None:
     """Check in the background whether this device can read its examples, and log why it cannot."""
-    if problem := describe_missing_data(settings):
+    if not settings.data:
+        return
+    # no error, because the file may be on a disk that is mounted later
+    if problem := DataSpec.parse(settings.data).find_path_problem():
         log.warning("%s", problem)
-    elif settings.data:
+    else:
         limit.create_group()  # before the first child process
         command = [*sandbox.task_command(private, PROGRAM), str(budget_bytes), str(os.getpid())]
         threading.Thread(target=_check_in_process, args=(settings.data, command), name="data", daemon=True).start()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fedquilt.coordinator.storage.store import Store
     from fedquilt.security.handshake import LinkIdentity
     from fedquilt.tools.lab.new_job import NewJob
-    from fedquilt.transport.mqtt.link import MqttLink
+    from fedquilt.transport.exclusive_link import ExclusiveLink
 
 
 @verb()
@@ -209,7 +209,7 @@ def serve(
         if format == "json":
             logs.use_json_logs()
             console = JsonConsole()
-        link, identity = create_coordinator_link(home, broker, console.report)
+        link, identity = open_coordinator_link(home, broker, console.report)
         console.report(
             f"serving {home} on {broker.url}; submit with `fedquilt run JOB --home {home}`, "
             f"watch with `fedquilt logs RUN --follow --home {home}`"
@@ -407,19 +407,24 @@ def prepare_bundle(path: Path, job: JobSettings, print_line: PrintLine = progres
     return folder
 
 
+CONNECT_S: Final = 5.0
 EXIT_CODES: Final = {"done": 0, "failed": 8, "stopped": 9}
 
 
-def create_coordinator_link(
-    home: Path, broker: options.BrokerOptions, report: Callable[[str], None]
-) -> tuple[MqttLink, LinkIdentity | None]:
-    """Return the unconnected MQTT link of the coordinator, and its identity, or None if unsigned.
+def open_coordinator_link(
+    home: Path, broker: options.BrokerOptions, report: Callable[[str], None], connect_s: float = 0.0
+) -> tuple[ExclusiveLink, LinkIdentity | None]:
+    """Return the link of the fleet's coordinator, and its identity, or None if unsigned.
 
-    `report` receives a warning if messages are unsigned.
+    `report` receives a warning if messages are unsigned. With `connect_s`, the broker must be connected in this time.
+
+    Raises:
+        JobError: If another coordinator of the fleet is running.
+        LinkError: If the broker must be connected, and is not.
     """
     from fedquilt import wire
-    from fedquilt.coordinator.delivery.sole_coordinator import make_client_id
     from fedquilt.security import authenticated_link
+    from fedquilt.transport.exclusive_link import make_coordinator_client_id, make_coordinator_link
     from fedquilt.transport.mqtt.broker import Broker as Address
     from fedquilt.transport.mqtt.link import MqttLink
 
@@ -428,7 +433,12 @@ def create_coordinator_link(
     identity = authenticated_link.load_identity(address)
     if identity is None:
         report(authenticated_link.UNSIGNED)
-    return MqttLink(address, make_client_id(broker.fleet, home), will), identity
+    mqtt_link = MqttLink(address, make_coordinator_client_id(broker.fleet), will)
+    if connect_s:
+        mqtt_link.wait_until_connected(connect_s)
+    link = make_coordinator_link(mqtt_link, broker.fleet, home)
+    link.require_exclusive_use()
+    return link, identity
 
 
 def run_to_end(
@@ -437,7 +447,8 @@ def run_to_end(
     """Submit a job, run it to its end, print the next step and return the exit code.
 
     The job runs in the coordinator that serves the home, or in this process if there is none. This is decided before
-    `submit`: if the job stops that coordinator, this process must not take its place.
+    `submit`: if the job stops that coordinator, this process must not take its place. A process that cannot be the
+    coordinator submits nothing.
     """
     from fedquilt.coordinator import settings
     from fedquilt.coordinator.views import terminal
@@ -446,11 +457,12 @@ def run_to_end(
     is_local = store.acquire_lock()
     if is_local:
         console = terminal.Console(verbose=verbosity() > 0)
-        link, identity = create_coordinator_link(home, broker, console.report)
+        link, identity = open_coordinator_link(home, broker, console.report, CONNECT_S)
     id = submit()
-    home_access.print_rows("text", [], [f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`"])
+    place = "this process, its coordinator until it ends" if is_local else f"the coordinator that serves {home}"
+    hint = f"from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`"
+    home_access.print_rows("text", [], [f"{id} runs in {place}; {hint}"])
     if is_local:
-        link.wait_until_connected(timeout_s=5.0)
         terminal.run_coordinator(
             store, link, broker.fleet, console, only=id, identity=identity, limits=limits, location_settings=locations
         )

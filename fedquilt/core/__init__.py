@@ -57,6 +57,7 @@ from fedquilt.core.messages import UploadProgress as UploadProgress
 from fedquilt.core.messages import Usage as Usage
 from fedquilt.core.messages import WireMessage as WireMessage
 from fedquilt.core.messages import WorkEstimate as WorkEstimate
+from fedquilt.core.method import NEW_DEVICE as NEW_DEVICE
 from fedquilt.core.method import Aggregation as Aggregation
 from fedquilt.core.method import Artefact as Artefact
 from fedquilt.core.method import Bundle as Bundle

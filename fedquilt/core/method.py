@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from fedquilt.core.messages import BlobRef, EvaluationSums, Profile, Task, WorkEstimate
 
@@ -112,6 +112,10 @@ class ClientResult:
     weight: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     private_state: Tensors = field(default_factory=dict)
+
+
+NEW_DEVICE: Final = "new"
+"""Metric that is 1 in a device's first aggregated update, else 0. The coordinator corrects false claims."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -10,6 +12,7 @@ from msgspec import Meta
 
 from fedquilt.core import JobError, TaskKind
 from fedquilt.formats import toml
+from fedquilt.host import sysfs
 
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -77,6 +80,16 @@ class ExampleSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     y: str = ""
     dataset: str = ""
     download: bool = False
+
+
+def describe_path_problem(path: Path) -> str:
+    """Return why a file or folder of examples cannot be opened, or ""."""
+    if sysfs.is_forbidden(path):
+        return f"this user may not read the data {path}: change its owner or mode (`ls -ld {path}`)"
+    if os.path.exists(path):  # `Path.exists` raises some errors of the disk
+        return ""
+    hint = ": set [data] path to a .npz or IDX file, a table, or a folder of images by class"
+    return f"no data at {path}{toml.suggest_file(path) or hint}"
 
 
 class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -183,6 +196,15 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def is_synthetic(self) -> bool:
         return not self.path and self.dataset in SYNTHETIC
+
+    def list_paths(self) -> list[Path]:
+        """Return the files and folders of the data, without those that are downloaded if they are missing."""
+        sources: tuple[DataSpec | ExampleSource, ...] = (self, *self.sources)
+        return [Path(source.path) for source in sources if source.path and not source.download]
+
+    def find_path_problem(self) -> str:
+        """Return why a file or folder of the data cannot be opened, or ""."""
+        return next(filter(None, map(describe_path_problem, self.list_paths())), "")
 
     @property
     def source_name(self) -> str:

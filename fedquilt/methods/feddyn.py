@@ -11,7 +11,7 @@ and the server h <- h - alpha/m sum_k (theta_k - theta),   theta <- mean theta_k
 Deviations: the minimum is approached by `epochs` of mini-batches, as in the authors' code. That code divides alpha by
 each device's share of the examples, and adds it to the weight decay. Here alpha is the same for all devices, as in the
 paper. m is the number of devices that have taken part so far, unless `devices` is given. Batch norm statistics are
-averaged. A device that has lost its g_k counts as a new device.
+averaged. If a device has lost its g_k, h still contains the old one.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     client_result = local_training.train_from(task, site, received, regulariser)
     model = client_result.bundles["model"]
     new_slope = {name: slope[name] - np.float32(alpha) * (model[name] - received[name]) for name in slope}
-    metrics = {**client_result.metrics, "new": float(not site.private_state)}
+    metrics = {**client_result.metrics, core.NEW_DEVICE: float(not site.private_state)}
     return replace(client_result, weight=1.0, metrics=metrics, private_state=new_slope)
 
 
 def validate_update(state: State, update: core.DeviceUpdate) -> None:
     """Raise UpdateError if an update is invalid for FedAvg, or its weight or metric "new" is wrong."""
-    if (is_new := update.metrics.get("new")) not in (0.0, 1.0):
+    if (is_new := update.metrics.get(core.NEW_DEVICE)) not in (0.0, 1.0):
         raise core.UpdateError(f"{update.device} does not report whether it is new (new = {is_new})")
     local_training.require_unit_weight(update)
     fedavg.validate_update(state, update)
@@ -108,7 +108,7 @@ def fold(state: State, accumulator: FedDynSums | None, update: core.DeviceUpdate
     validate_update(state, update)
     sums = fedavg.fold(state, accumulator, update)
     new_devices = accumulator.new_devices if accumulator else 0
-    return FedDynSums(sums.total, sums.weights, new_devices + int(update.metrics["new"]))
+    return FedDynSums(sums.total, sums.weights, new_devices + int(update.metrics[core.NEW_DEVICE]))
 
 
 def step(state: State, total: FedDynSums | None) -> State:
@@ -116,7 +116,7 @@ def step(state: State, total: FedDynSums | None) -> State:
     if total is None or total.weight == 0:
         return state
     weight, alpha, mean = total.weight, state.params["alpha"], total.mean()
-    # A restored coordinator may have lost devices that still have their g_k, and report that they are not new.
+    # A site's sums may count too few new devices.
     device_count = max(state.participants + total.new_devices, math.ceil(weight))
     devices_before = max(state.participants, state.params["devices"])
     devices_after = max(device_count, state.params["devices"])

@@ -8,8 +8,8 @@ Paper: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federat
 
 Deviations: the coordinator computes c_i+ - c_i = (x - y) / (K eta_l) - c from the received model, so that an upload is
 one model instead of two, and c_i never leaves the device. N is the number of devices that have taken part so far,
-unless `devices` is given. Batch norm statistics have no control variate and are averaged. A device that has lost its
-c_i counts as a new device.
+unless `devices` is given. Batch norm statistics have no control variate and are averaged. If a device has lost its c_i,
+c still contains the old one.
 
 The codec "topk" is refused. It sends a few entries of y at a time, each with its change over several rounds, so that
 (x - y) / (K eta_l) of the received y is 0 for most entries and many times the gradient for the others. Such control
@@ -103,7 +103,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     return replace(
         client_result,
         weight=1.0,
-        metrics={**client_result.metrics, "new": float(not site.private_state)},
+        metrics={**client_result.metrics, core.NEW_DEVICE: float(not site.private_state)},
         private_state=new_control,
     )
 
@@ -118,7 +118,7 @@ def validate_site_sums(state: State, total: ScaffoldSums, weight: float) -> None
 
 def validate_update(state: State, update: core.DeviceUpdate) -> None:
     """Raise UpdateError if FedAvg would reject an update, or its steps, weight or metric "new" is wrong."""
-    is_new = update.metrics.get("new")
+    is_new = update.metrics.get(core.NEW_DEVICE)
     if is_new not in (0.0, 1.0):
         raise core.UpdateError(f"{update.device} reports the metric new = {is_new} instead of 0 or 1")
     local_training.reported_steps(update)
@@ -138,16 +138,15 @@ def fold(state: State, accumulator: ScaffoldSums | None, update: core.DeviceUpda
             slopes[name] = exact_sums.add_to_sum(
                 slopes.get(name), (state.model[name].astype(np.float64) - tensor) / k_eta
             )
-    return ScaffoldSums(
-        total, accumulator.weights.add_numbers(1.0), slopes, accumulator.new_devices + int(update.metrics["new"])
-    )
+    new_devices = accumulator.new_devices + int(update.metrics[core.NEW_DEVICE])
+    return ScaffoldSums(total, accumulator.weights.add_numbers(1.0), slopes, new_devices)
 
 
 def step(state: State, total: ScaffoldSums | None) -> State:
     """Return the state with the models' mean and a new control variate c (SCAFFOLD, Algorithm 1)."""
     if total is None or total.weight == 0:
         return state
-    # A restored coordinator may have lost devices that still have their c_i, and report that they are not new.
+    # A site's sums may count too few new devices.
     device_count = max(state.known + total.new_devices, math.ceil(total.weight))
     devices_before = max(state.known, state.params["devices"])
     devices_after = max(device_count, state.params["devices"])

@@ -474,10 +474,7 @@ def make_signed_payload(session: Session, topic: str, payload: bytes) -> bytes:
 
 class UnknownSessionError(WireError):
     def __init__(self, session: str) -> None:
-        super().__init__(
-            "stale: message is signed in another session: late, replayed, or from a second device with the same name "
-            "and certificate, as after an SD card was copied"
-        )
+        super().__init__("stale: message is signed in another session, so it is late or replayed")
         self.session_name = session
 
 

@@ -120,6 +120,9 @@ def test_the_last_refusal_is_kept_with_its_reason_and_the_time_it_began(watched)
     watched.wait(STATUS_DELAY_S)
     found = watched.stored()
     assert (found.refusal.code, found.refusal.reason, found.refusal.round) == ("update", "not finite", 4)
+    watched.noted.record_ack("a", wire.Ack(job="j", round=9, attempt=0, accepted=False, reason="late", is_late=True))
+    watched.wait(STATUS_DELAY_S)
+    assert watched.stored().refusal == found.refusal
     watched.noted.record_message(DeviceChange("a", "flooding"), watched.now_s)
     watched.wait(STATUS_DELAY_S)
     assert watched.stored().refusal is not None

@@ -122,6 +122,13 @@ def test_what_a_device_took_is_counted_from_when_it_was_asked_and_outlives_a_res
     assert replayed.durations == {"a": ((0, 30.0, 2.0, 28.0, None, 1, 1000),)}
 
 
+def test_a_removed_device_stays_removed_until_it_is_online():
+    state = apply_events(started_state(), eligibility_event(started_state(), LabelColumn({"a": "removed"})))
+    assert eligibility_event(state, LabelColumn()) is None  # after a restart
+    assert eligibility_event(state, LabelColumn({"a": "offline"})) is None
+    assert eligibility_event(state, LabelColumn({"a": ELIGIBLE})) == EligibilityRecorded(0, ("a",), {})
+
+
 def test_a_survey_notes_what_has_changed_and_then_nothing():
     state = started_state()
     there = LabelColumn({"a": ELIGIBLE, "b": ELIGIBLE, "c": "hot"})

@@ -43,6 +43,7 @@ LAB = plain.profile(engines=("torch",), labels=("site=lab",), codecs=("raw", "in
         (DeviceSnapshot(True, PROFILE), WANTS, None),
         (DeviceSnapshot(False, PROFILE), WANTS, "offline"),
         (DeviceSnapshot(False, PROFILE, silent=True), WANTS, "silent"),
+        (DeviceSnapshot(False, removed=True), WANTS, "removed"),
         (DeviceSnapshot(True, PROFILE, flooding=True), WANTS, "flooding"),
         (DeviceSnapshot(True), WANTS, "profile"),
         (DeviceSnapshot(True, PROFILE, Telemetry(battery=0.19)), WANTS, "battery"),

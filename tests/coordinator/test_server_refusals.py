@@ -273,6 +273,7 @@ def test_a_board_that_is_removed_is_not_asked_before_its_next_message(tmp_path):
     assert able() == {"a", "b"}
     stage.server._handle_input(responses.DeviceChange("a", "removed"), stage.broker.now_s)
     assert able() == {"b"}
+    assert registry.eligibility(wants, stage.broker.now_s)["a"] == "removed"
     a.say("presence", wire.Presence(online=True, boot="2"), retain=True)
     a.say("profile", a.profile, retain=True)
     stage.play(2.0)

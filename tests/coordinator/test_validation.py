@@ -90,6 +90,16 @@ def test_what_cannot_be_is_left_out_or_taken_for_the_most_that_can():
     assert odd.count(";") == 3
 
 
+@pytest.mark.parametrize(("claim", "is_new", "expected"), [(1.0, False, 0.0), (0.0, True, 1.0)])
+def test_whether_a_device_is_new_is_what_the_coordinator_knows(claim, is_new, expected):
+    given = msgspec.structs.replace(update(), metrics={"new": claim, "loss": 0.5})
+    found, odd = validation.limit_claims(given, validation.ClaimBounds(limit_s=120.0, is_new=is_new))
+    assert found.metrics == {"new": expected, "loss": 0.5}
+    assert odd == f"new = {claim:g}, which the coordinator's records contradict"
+    honest = msgspec.structs.replace(given, metrics={"new": expected, "loss": 0.5})
+    assert validation.limit_claims(honest, validation.ClaimBounds(limit_s=120.0, is_new=is_new)) == (honest, "")
+
+
 @pytest.mark.parametrize("name", ["energy_j", "idle_j", "energy_error_j"])
 def test_no_joules_of_a_board_are_believed_where_one_number_cannot_be(name):
     found, odd = validation.limit_claims(update(**{name: 1e24}), validation.ClaimBounds(limit_s=120.0))

@@ -163,28 +163,6 @@ def test_the_folder_of_models_is_beside_the_file_and_its_hook_is_a_command(tmp_p
         settings.load_settings(file)
 
 
-def test_data_that_are_missing_are_told_with_the_nearest_file(tmp_path: Path) -> None:
-    (tmp_path / "flowers.csv").touch()
-    file = tmp_path / "agent.toml"
-    for name, said in (
-        ("flowers.csv", ""),
-        ("flwers.csv", f"no data at {tmp_path}/flwers.csv ([data] path); did you mean 'flowers.csv'?"),
-    ):
-        file.write_text(f'device = "d"\nhome = "h"\n[data]\npath = "{name}"\n')
-        assert settings.describe_missing_data(settings.load_settings(file)) == said
-    file.write_text('device = "d"\nhome = "h"\n')
-    assert settings.describe_missing_data(settings.load_settings(file)) == ""
-
-
-@pytest.mark.parametrize("name", ["x" * 300, "closed/flowers.csv"])
-def test_data_that_cannot_be_looked_for_are_told_as_missing(tmp_path: Path, name: str) -> None:
-    (tmp_path / "closed").mkdir(0)
-    file = tmp_path / "agent.toml"
-    file.write_text(f'device = "d"\nhome = "h"\n[data]\npath = "{name}"\n')
-    told = settings.describe_missing_data(settings.load_settings(file))
-    assert told == f"no data at {tmp_path}/{name} ([data] path)"
-
-
 @pytest.fixture
 def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))

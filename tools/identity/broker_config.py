@@ -78,10 +78,13 @@ topic write {root}/dev/+/dn/#
 topic write {root}/dev/+/up/presence
 topic write {root}/dev/+/up/profile
 topic write {root}/job/#
+topic write {root}/dev/+/process
 topic write {root}/coord/state
+topic readwrite {root}/coord/process
 {watching}
 pattern write {root}/dev/%u/up/#
 pattern read {root}/dev/%u/dn/#
+pattern readwrite {root}/dev/%u/process
 pattern read {root}/coord/state
 """
 

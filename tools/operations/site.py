@@ -18,7 +18,7 @@ from typing import Any, Final, get_args
 import msgspec
 import numpy as np
 
-from fedquilt import methods, wire
+from fedquilt import methods
 from fedquilt.arrays import disk_arrays, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import events, selection
@@ -44,15 +44,14 @@ from fedquilt.core import (
     shorten_error,
 )
 from fedquilt.edge_agent.agent import Agent
+from fedquilt.edge_agent.device_link import open_device_link
 from fedquilt.edge_agent.settings import AgentSettings, load_settings
 from fedquilt.edge_agent.state_machine import Capabilities
 from fedquilt.edge_agent.task import protocol
 from fedquilt.edge_agent.task.protocol import Event, WorkRequest, WorkResult
 from fedquilt.formats import job_bundle
-from fedquilt.security.authenticated_link import AuthenticatedDeviceLink, load_identity
 from fedquilt.transport.link import Endpoint, Link
 from fedquilt.transport.mqtt.broker import Broker
-from fedquilt.transport.mqtt.link import MqttLink
 from fedquilt.wire import RefusalCode
 
 log = logging.getLogger("fedquilt.agent")
@@ -476,13 +475,5 @@ def connect_site_agent(settings_path: Path, store: Store) -> SiteAgent:
     """Return the agent of a site, with a link to the parent's broker. Lock the agent's home."""
     options = load_settings(settings_path)
     broker, boot_id = Broker.from_url(**msgspec.structs.asdict(options.broker)), os.urandom(8).hex()
-    presence = wire.Topics(options.fleet).device_topic(options.device, "up", "presence")
-    will = presence, wire.encode(wire.Presence(online=False, boot=boot_id))
-    link = MqttLink(broker, f"fedquilt-{options.fleet}-{options.device}", will)
-    identity = load_identity(broker)
-    return SiteAgent(
-        link if identity is None else AuthenticatedDeviceLink(link, identity, options.fleet, options.device),
-        options,
-        store,
-        boot_id,
-    )
+    link, _ = open_device_link(options, broker, boot_id)
+    return SiteAgent(link, options, store, boot_id)

@@ -22,7 +22,6 @@ import msgspec
 from fedquilt import methods, plugins
 from fedquilt.blobs.shared_store import SharedBlobStore
 from fedquilt.coordinator.delivery.executor import LinkExecutor
-from fedquilt.coordinator.delivery.sole_coordinator import make_client_id
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import (
     JobSettings,
@@ -44,6 +43,7 @@ from fedquilt.formats.job_bundle import load_bundle
 from fedquilt.models.networks import registry
 from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.tools.simulation import DeviceData
+from fedquilt.transport.exclusive_link import make_coordinator_client_id, make_coordinator_link
 from fedquilt.transport.link import Endpoint
 from fedquilt.transport.memory_link import MemoryBroker, MemoryLink, run_on_virtual_time
 from fedquilt.transport.mqtt.broker import Broker
@@ -177,8 +177,10 @@ def run_fleet_on_broker(plan: FleetPlan, broker: Mapping[str, Any] | None, *, ve
         console = Console(verbose=verbose, start_hint=f"the boards' logs: {plan.get_agent_folder(run, '*')}/agent.log")
         console.report(f"{run}: starting {plan.size} agents")
         agents = stack.enter_context(start_agents(plan.make_agent_tables(run), broker))
-        link = MqttLink(Broker.from_url(**broker), make_client_id(plan.fleet, plan.home))
-        link.wait_until_connected(timeout_s=10.0)
+        mqtt_link = MqttLink(Broker.from_url(**broker), make_coordinator_client_id(plan.fleet))
+        mqtt_link.wait_until_connected(timeout_s=10.0)
+        link = make_coordinator_link(mqtt_link, plan.fleet, plan.home)
+        link.require_exclusive_use()
         run_coordinator(
             store, link, plan.fleet, console, only=run, watch=_make_agent_watcher(plan, run, agents, console.report)
         )

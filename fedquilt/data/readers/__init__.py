@@ -18,8 +18,7 @@ from fedquilt.data import inputs
 from fedquilt.data.readers import arrays, audio, base, images, table, text
 from fedquilt.data.readers.base import ExampleReader, convert_read_errors
 from fedquilt.data.readers.table import category_words
-from fedquilt.data.spec import SKLEARN, DataSpec
-from fedquilt.formats import toml
+from fedquilt.data.spec import SKLEARN, DataSpec, describe_path_problem
 
 __all__ = [
     "ExampleReader",
@@ -65,9 +64,8 @@ def _open_stored(spec: DataSpec) -> ExampleReader:
     path = Path(spec.path)
     with convert_read_errors(path):  # a folder without permission to read raises here
         kind = detect_format(path, spec)
-        if kind != "torchvision" and not path.exists():
-            hint = ": set [data] path to a .npz or IDX file, a table, or a folder of images by class"
-            raise DataError(f"no data at {path}{toml.suggest_file(path) or hint}")
+        if kind != "torchvision" and (problem := describe_path_problem(path)):
+            raise DataError(problem)
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise DataError(f"{path} is a device or a pipe: set [data] path to a file or a folder")
         if kind in CLASS_FORMATS and spec.task != "classes":

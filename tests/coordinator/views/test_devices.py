@@ -76,8 +76,16 @@ def test_the_table_fits_eighty_columns_and_has_everything(home):
         "  Raspberry Pi 5, clock right; site=hall",
         "pi-02    offline  25 h     -   -          -",
         "  unknown hardware, last message 25 h ago",
-        f"  refused digits, round 4, 25 h ago (memory): the task ...{' x' * 11}",
+        "  refused digits, round 4, 25 h ago (memory): the task needs 12 MB more?[2J than",
+        f"    its budget{' x' * 33}",
+        f"   {' x' * 27}",
     ]
+
+
+def test_an_evaluation_has_no_round_number(home):
+    doing = replace(WORKING.doing, is_evaluation=True)
+    rows = [devices.DeviceRow(replace(WORKING, doing=doing), TelemetrySample(0))]
+    assert "digits, evaluation: 45 % 65 s" in devices.format_devices(rows, NOW, width=80)[3]
 
 
 def test_a_silent_board_says_since_when_and_is_a_state_of_its_own(home):
@@ -165,7 +173,8 @@ def test_boards_are_chosen_by_name_and_told_as_json(home, capsys):
     (row,) = json.loads(capsys.readouterr().out)
     known = {"device": "orin-07", "state": "working", "mode": "25W", "skew_s": -7.04, "labels": ["site=lab", "window"]}
     assert {key: row[key] for key in known} == known
-    assert row["doing"] == {"job": RUN, "round": 3, "step": "working", "since": NOW - 65, "fraction": 0.45}
+    doing = {"job": RUN, "round": 3, "step": "working", "since": NOW - 65, "fraction": 0.45, "is_evaluation": False}
+    assert row["doing"] == doing
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,12 @@ def test_a_device_that_a_round_waits_for_is_named_with_since_when_and_until_when
     assert told(online=True) == (f"d3, at work for 88 s, until {until} (512 s)", "working")
 
 
+def test_a_closed_round_names_the_devices_without_an_update():
+    facts = [CohortSelected(0, 0, ("a", "b", "c")), answer("a"), RoundClosed(0)]
+    (line,) = formatted(begun(CohortSettings()), facts)[2]
+    assert line == "round 1: closed to further updates; no update from b, c"
+
+
 @pytest.mark.parametrize("finished", [True, False])
 def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished):
     state = begun(CohortSettings(), rounds=5 if finished else 1, check_every=1)

@@ -51,14 +51,31 @@ def test_limits_of_the_home_hold_for_a_run_without_a_server_too(tmp_path, run, e
     assert found == [CoordinatorLimits(waiting_mb=7)]
 
 
+def test_without_a_broker_nothing_is_submitted(tmp_path, run, monkeypatch, capsys):
+    monkeypatch.setattr(jobs, "CONNECT_S", 0.5)
+    words = ["resume", run, "--home", str(tmp_path), "--broker", "mqtt://127.0.0.1:1"]
+    assert main(words) == 5
+    assert "refused the connection" in capsys.readouterr().err
+    with Store(tmp_path) as store:
+        assert store.stored_status(run) == "stopped"
+
+
+def test_a_run_says_which_process_is_its_coordinator(tmp_path, run, embedded_broker, monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "run_coordinator", lambda store, link, *given, **more: link.close())
+    main(["resume", run, "--home", str(tmp_path), "--broker", embedded_broker.url])
+    assert f"{run} runs in this process, its coordinator until it ends; from" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 def test_places_given_beside_a_coordinator_are_said_to_have_no_effect(tmp_path, run, monkeypatch, capsys):
     monkeypatch.setattr(terminal, "print_log", lambda *given, **more: None)
     with Store(tmp_path) as serving:
         assert serving.acquire_lock()
         main(["resume", run, "--home", str(tmp_path), "--blobs-http", "127.0.0.1:8443"])
-        first, second, *_ = capsys.readouterr().out.splitlines()
-        assert first.startswith(run)
-        assert second.startswith(f"--blobs-http has no effect: the coordinator that serves {tmp_path}")
+        out = " ".join(capsys.readouterr().out.split())
+        assert out.startswith(f"{run} runs in the coordinator that serves {tmp_path}; from elsewhere")
+        assert f"--blobs-http has no effect: the coordinator that serves {tmp_path}" in out
         assert serving.stored_status(run) == "running"
 
 

@@ -127,7 +127,7 @@ def test_nothing_of_an_earlier_coordinator_counts_for_the_next(fleet, caplog):
         fleet.attacker.publish(topic, fleet.broker.of(topic)[-1])
     fleet.run()
     assert fleet.heard == {"coordinator": [], "a": [], "b": []}
-    assert caplog.text.count("stale: message is signed in another session") == 2
+    assert caplog.text.count("stale: message is signed in another session, so it is late") == 2
 
 
 def test_nothing_of_an_earlier_start_of_a_board_counts_for_the_next(fleet):

@@ -106,13 +106,28 @@ def test_a_certificate_that_has_ended_is_found(board: Any) -> None:
 
 
 def test_a_certificate_that_ends_soon_or_begins_later_is_found() -> None:
-    held = Certificate("a.crt", "a", 100 * DAY_S, 160 * DAY_S)
+    begins_s = agent.MIN_CLOCK_S + 100 * DAY_S
+    held = Certificate("a.crt", "a", begins_s, begins_s + 60 * DAY_S)
     verdicts = [
-        agent._check_certificate_validity(held, Path("agent.toml"), at * DAY_S) for at in (99, 101, 149, 151, 161)
+        agent._check_certificate_validity(held, Path("agent.toml"), begins_s + day * DAY_S)
+        for day in (-1, 1, 49, 51, 61)
     ]
     told = [to_finding("FQ306", verdict) for verdict in verdicts if verdict is not None]
     assert [one.severity for one in told] == ["error", "ok", "ok", "warning", "error"]
     assert "it is slow" in told[0].sentence
+
+
+def test_a_clock_that_stood_at_1970_is_named_where_it_stood() -> None:
+    now_s = agent.MIN_CLOCK_S + DAY_S
+    good, of_1970 = Certificate("a.crt", "a", now_s - DAY_S, now_s + DAY_S), Certificate("a.crt", "a", -DAY_S, DAY_S)
+    on_board, at_authority = (
+        to_finding("FQ306", agent._check_certificate_validity(held, Path("agent.toml"), clock_s))
+        for held, clock_s in ((good, 60.0), (of_1970, now_s))
+    )
+    assert (on_board.severity, at_authority.severity) == ("ok", "error")
+    assert "cannot be judged while the clock shows 1970-01-01" in on_board.sentence
+    assert "the authority's clock showed 1969-12-31" in at_authority.sentence
+    assert at_authority.fix.startswith("set the clock of the authority's machine")
 
 
 def test_a_key_that_others_can_read_is_found(board: Any) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import ssl
 import time
-from _ssl import _test_decode_cert  # type: ignore[attr-defined]
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -26,10 +24,12 @@ from fedquilt.edge_agent.settings import AgentSettings, parse_size
 from fedquilt.edge_agent.task import data_check, memory_budget
 from fedquilt.host import sysfs
 from fedquilt.security import enrolment
+from fedquilt.security.certificates import ENROL_AGAIN_FIX, Certificate, find_name_problem, load_certificate
 from fedquilt.tools.boards.doctor import machine_facts
 from fedquilt.tools.boards.doctor.findings import Check, Problem, Verdict, error
 from fedquilt.tools.boards.doctor.machine import (
     FREE_MEMORY_FIX,
+    MIN_CLOCK_S,
     InstalledPackages,
     onnx_installation_command,
     read_packages,
@@ -44,24 +44,6 @@ from fedquilt.tools.boards.doctor.machine_facts import (
 from fedquilt.transport.mqtt.broker import Broker
 
 CREDENTIAL_FIELDS: Final = ("ca", "cert", "key", "password_file")
-
-
-class Certificate(NamedTuple):
-    file: str
-    name: str | None  # the subject's common name
-    begins_s: float
-    ends_s: float
-    unit: str | None = None  # the subject's organisational unit
-
-
-def load_certificate(file: str) -> Certificate:
-    """Load the first certificate of a PEM file without verification. Raise OSError if that fails."""
-    certificate: dict[str, Any] = _test_decode_cert(file)  # boards may not have the cryptography library
-    subject: dict[str, str] = {}
-    for key, value in (entry for names in certificate["subject"] for entry in names):
-        subject.setdefault(key, value)
-    begins_s, ends_s = (ssl.cert_time_to_seconds(certificate[key]) for key in ("notBefore", "notAfter"))
-    return Certificate(file, subject.get("commonName"), begins_s, ends_s, subject.get("organizationalUnitName"))
 
 
 def _check_credentials(settings: AgentSettings, path: Path) -> Verdict:
@@ -92,6 +74,13 @@ def _check_certificate_validity(device_certificate: Certificate, path: Path, clo
     label = f"certificate {device_certificate.file}"
     end_day = format_day(ends_s)
     renew_fix = f"sudo fedquilt identity enrol {path}"
+    if clock_s < MIN_CLOCK_S:  # the check of the clock reports it, and the broker judges the certificate by its own
+        return f"{label} ends on {end_day}, which cannot be judged while the clock shows {format_day(clock_s)}"
+    if ends_s < MIN_CLOCK_S:
+        return error(
+            f"{label} was issued while the authority's clock showed {format_day(begins_s)}: the broker will refuse it",
+            f"set the clock of the authority's machine, then {ENROL_AGAIN_FIX.format(device=device_certificate.name)}",
+        )
     if clock_s < begins_s:
         return error(
             f"{label} is valid from {format_day(begins_s)}, but the clock shows {format_day(clock_s)}: it is slow",
@@ -105,15 +94,9 @@ def _check_certificate_validity(device_certificate: Certificate, path: Path, clo
 
 
 def _check_certificate_name(certificate: Certificate, settings: AgentSettings) -> Verdict:
-    if certificate.name == settings.device:
+    if (problem := find_name_problem(certificate, settings.device)) is None:
         return f"the certificate names {settings.device}"
-    return error(
-        (
-            f"certificate {certificate.file} is of {certificate.name!r}, but this device is {settings.device!r}: "
-            f"the broker permits only topics of {certificate.name!r}"
-        ),
-        f"fedquilt identity token {settings.device} on the authority's machine, then enrol this board again",
-    )
+    return error(problem, ENROL_AGAIN_FIX.format(device=settings.device))
 
 
 def format_day(clock_s: float) -> str:
@@ -362,15 +345,12 @@ def check_examples(settings: AgentSettings, path: Path) -> Verdict:
         problem = f"{path} has no [data]: this board declines every task that needs examples"
         return Problem(problem, f"add [data] to {path}")
     spec = DataSpec.parse(settings.data)
-    sources = [(spec.path, spec.download), *((source.path, source.download) for source in spec.sources)]
-    paths = [Path(data_path) for data_path, is_downloaded in sources if data_path and not is_downloaded]
-    for data_path in paths:
-        if not os.access(data_path, os.R_OK):
-            problem = "is not readable by this user" if sysfs.is_forbidden(data_path) else "is missing"
-            return error(f"data {data_path} {problem} ([data] of {path})", f"ls -ld {data_path}")
-        if _is_empty(data_path):
-            problem = f"data {data_path} is empty ([data] of {path})"
-            return error(problem, f"ls -la {data_path}; mount or copy the board's data there")
+    if problem := spec.find_path_problem():
+        return error(problem, f"correct [data] of {path}, or mount the board's data there")
+    paths = spec.list_paths()
+    for data_path in filter(_is_empty, paths):
+        problem = f"data {data_path} is empty ([data] of {path})"
+        return error(problem, f"ls -la {data_path}; mount or copy the board's data there")
     if problem := data_check.find_data_problem(settings.data):
         return error(f"the examples cannot be used: {problem}", f"correct [data] of {path}")
     return f"data found: {', '.join(map(str, paths)) or spec.source_name}"

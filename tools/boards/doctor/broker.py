@@ -31,9 +31,10 @@ from fedquilt.core import FedquiltError, JobError, LinkError, WireError, WireMes
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.security import authenticated_link, enrolment
 from fedquilt.security.authenticated_link import AuthenticatedDeviceLink
+from fedquilt.security.certificates import load_certificate
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.tools.boards.doctor import machine_facts
-from fedquilt.tools.boards.doctor.agent import format_day, load_certificate
+from fedquilt.tools.boards.doctor.agent import format_day
 from fedquilt.tools.boards.doctor.findings import Numbered, Problem, error
 from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt.broker import Broker

@@ -1,0 +1,52 @@
+"""Names and dates in certificate files, read without a library beside Python's."""
+
+from __future__ import annotations
+
+import ssl
+from _ssl import _test_decode_cert  # type: ignore[attr-defined]
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from fedquilt.core import JobError
+
+ENROL_AGAIN_FIX: Final = (
+    "fedquilt identity token {device} on the authority's machine, then enrol this board again without its old "
+    "certificate"
+)
+
+
+class Certificate(NamedTuple):
+    file: str
+    name: str | None  # the subject's common name
+    begins_s: float
+    ends_s: float
+    unit: str | None = None  # the subject's organisational unit
+
+
+def load_certificate(file: str | Path) -> Certificate:
+    """Load the first certificate of a PEM file without verification. Raise OSError if that fails."""
+    certificate: dict[str, Any] = _test_decode_cert(str(file))
+    subject: dict[str, str] = {}
+    for key, value in (entry for names in certificate["subject"] for entry in names):
+        subject.setdefault(key, value)
+    begins_s, ends_s = (ssl.cert_time_to_seconds(certificate[key]) for key in ("notBefore", "notAfter"))
+    return Certificate(str(file), subject.get("commonName"), begins_s, ends_s, subject.get("organizationalUnitName"))
+
+
+def find_name_problem(certificate: Certificate, device: str) -> str | None:
+    if certificate.name == device:
+        return None
+    return (
+        f"certificate {certificate.file} is of {certificate.name!r}, but this device is {device!r}: "
+        f"the broker permits only topics of {certificate.name!r}"
+    )
+
+
+def require_device_name(file: Path, device: str) -> None:
+    """Raise JobError if a device has the certificate of another one, whose connections it would end."""
+    try:
+        problem = find_name_problem(load_certificate(file), device)
+    except OSError:  # the connection reports a damaged file
+        return
+    if problem is not None:
+        raise JobError(f"{problem}. Fix: {ENROL_AGAIN_FIX.format(device=device)}")
