@@ -91,6 +91,13 @@ class AdversarySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     factor: Annotated[float, Meta(gt=0)] = 10.0  # factor of "scaled" and "sign_flip", epsilon of "inner_product"
 
 
+class FailureSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Simulated devices that go offline for good: [fleet] failures."""
+
+    share: Annotated[float, Meta(gt=0, lt=1)]  # share of the fleet, rounded up, drawn with the job's seed
+    within_s: Annotated[float, Meta(gt=0)]  # virtual seconds in which they fail, each at a random time
+
+
 class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Condition on model runners (`fedquilt model serve`) that starts a job: [trigger]."""
 
@@ -133,6 +140,7 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     budgets: Annotated[TextSequence, Meta(min_length=1)] = ("512MB",)
     policy: Literal["energy", "paper", "max", "board"] = "energy"  # edge_agent/power/governor.py
     adversaries: AdversarySettings | None = None  # only for `compare`, `lab reproduce` and `fedquilt.simulate`
+    failures: FailureSettings | None = None  # only for simulations without agents
     labels: TextSequence = ()  # labels of each device, separated by spaces
     links: TextSequence = ()  # link of each device in virtual time, such as "2MB/s 50ms", or () for instant transfers
 
@@ -301,12 +309,13 @@ def require_evaluations(job: JobSettings) -> None:
         raise JobError(f"[stop] patience = {job.stop.patience} needs evaluations by devices: {fix}")
 
 
-def require_no_adversaries(job: JobSettings) -> None:
-    if job.fleet.adversaries is not None:
-        raise JobError(
-            "[fleet] adversaries have no effect on agents: use `fedquilt compare`, `fedquilt lab reproduce` or "
-            "fedquilt.simulate, or remove them"
-        )
+def require_no_simulated_faults(job: JobSettings) -> None:
+    for key in ("adversaries", "failures"):
+        if getattr(job.fleet, key) is not None:
+            raise JobError(
+                f"[fleet] {key} have no effect on agents: use `fedquilt compare`, `fedquilt lab reproduce` or "
+                "fedquilt.simulate, or remove them"
+            )
 
 
 def require_supported_task(method_name: str, method: Method, network: Mapping[str, Any]) -> None:
