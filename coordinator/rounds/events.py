@@ -117,6 +117,11 @@ class UpdateAccepted(Event, frozen=True):
     took_s: float | None = None  # seconds since the selection of the device
     expected_s: float | None = None  # duration predicted by the profile, at the operating point that was used
 
+    @property
+    def staleness(self) -> int:
+        """Number of commits since the state from which the update was computed."""
+        return self.round - self.update.round
+
 
 class UpdateRejected(Event, frozen=True, omit_defaults=True):
     """Rejection of a device's update, or exclusion of the device from the round."""

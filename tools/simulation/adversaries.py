@@ -16,7 +16,6 @@ honest.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ import numpy as np
 from fedquilt import metrics
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.settings import AdversarySettings, JobSettings
-from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, Examples, Method, Task, derive_seed
+from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, Examples, Method, Task
 from fedquilt.edge_agent.task.protocol import WorkRequest
 from fedquilt.tools.simulation import draw_devices
 
