@@ -44,7 +44,9 @@ class StalenessSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class CohortSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    mode: Literal["synchronous", "buffered"] = "synchronous"  # "buffered" commits every `size` updates
+    # "buffered" commits every `size` updates, "auto" chooses a mode at the start of the job
+    mode: Literal["synchronous", "buffered", "auto"] = "synchronous"
+    fair: Literal["off", "contributions"] = "off"  # in buffered mode, whether fast devices wait (rounds/buffering.py)
     concurrency: Annotated[int, Meta(ge=0)] = 0  # devices at work in buffered mode, or 0 for all present devices
     staleness: StalenessSettings = StalenessSettings()  # in buffered mode
     size: Annotated[int, Meta(ge=0)] = 0  # number of updates per round, or 0 for all present devices
@@ -271,16 +273,18 @@ def require_energy_deadline(cohort: CohortSettings) -> None:
 def require_buffered_settings(job: JobSettings, method: Method) -> None:
     """Raise JobError if buffered mode contradicts another setting, or if its keys are set without it."""
     cohort, staleness = job.cohort, job.cohort.staleness
-    if cohort.mode != "buffered":
-        for key in ("concurrency", "staleness"):
+    if cohort.mode == "synchronous":
+        for key in ("concurrency", "fair", "staleness"):
             if getattr(cohort, key) != getattr(CohortSettings(), key):
-                raise JobError(f'[cohort] {key}: only mode = "buffered" heeds it; set that, or leave it out')
+                raise JobError(
+                    f'[cohort] {key} has no effect without mode = "buffered" or "auto": set a mode, or leave it out'
+                )
         return
     problems = {
         "needs size, the number of updates per commit: set size = 10, or 1 for FedAsync": not cohort.size,
         "has no over_select: set concurrency, the number of devices at work": bool(cohort.over_select),
-        f'takes deadline = "fixed", not {cohort.deadline!r}: each task ends after deadline_s': cohort.deadline
-        != "fixed",
+        f'has no rounds to plan by deadline = "{cohort.deadline}": set "fixed" or "predicted"': cohort.deadline
+        not in ("fixed", "predicted"),
         "has no rounds in which devices evaluate: set [check] beside = true, or every = 0": bool(job.check.every)
         and not job.check.beside,
         f'has staleness.a and b only for other functions than "{staleness.function}"': (
@@ -290,10 +294,10 @@ def require_buffered_settings(job: JobSettings, method: Method) -> None:
     }
     for problem, is_present in problems.items():
         if is_present:
-            raise JobError(f'[cohort] mode = "buffered" {problem}')
+            raise JobError(f'[cohort] mode = "{cohort.mode}" {problem}')
     if method.aggregation.rebase is None:
         raise JobError(
-            f'[cohort] mode = "buffered": {job.method} combines only updates of one state; take a method that can '
+            f'[cohort] mode = "{cohort.mode}": {job.method} combines only updates of one state; take a method that can '
             "apply an update of an earlier state, such as fedavg, fedprox, fedopt, fedsq or genefl"
         )
 

@@ -126,6 +126,8 @@ def _describe_event(event: events.AnyEvent, name: str) -> list[str]:
             return [event.text]
         case events.JobStarted():
             return ["started"]
+        case events.ModeChosen(mode=mode, reason=reason):
+            return [f"{mode} rounds: {reason}"]
         case events.EligibilityRecorded():
             ineligible_parts = [
                 f"{', '.join(devices)}: {selection.reason_text(c)}" for c, devices in event.ineligible.items()

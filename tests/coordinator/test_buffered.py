@@ -132,7 +132,6 @@ def test_tasks_keep_their_version_over_commits():
     assert state.earlier_versions == {"c": TaskVersion(0, 0, STATES[0])}
     assert state.task_version("a") == TaskVersion(1, 0, STATES[1])
     state = play(state, "a1", "c0")
-    assert state.staleness(state.accepted_updates["c"]) == 1
     assert state.earlier_versions.keys() == {"c"}  # the commit needs its state
     state = apply_events(state, UpdateLost(1, "c", "damaged"))
     assert state.task_version("c") == TaskVersion(0, 0, STATES[0])
@@ -241,13 +240,15 @@ def test_a_late_learngene_is_mixed_into_the_layers_of_its_cluster():
     ("changes", "problem"),
     [
         ({"cohort": {"size": 0}}, "needs size"),
+        ({"cohort": {"mode": "auto", "size": 0}}, 'mode = "auto" needs size'),
         ({"cohort": {"over_select": 0.5}}, "has no over_select"),
-        ({"cohort": {"deadline": "predicted"}}, 'takes deadline = "fixed", not .predicted.'),
+        ({"cohort": {"deadline": "energy"}}, 'has no rounds to plan by deadline = "energy"'),
         ({"cohort": {"staleness": {"function": "constant", "a": 1.0}}}, "staleness.a and b only for other functions"),
         ({"cohort": {"staleness": {"b": 3}}}, "staleness.a and b only for other functions"),
         ({"cohort": {"staleness": {"max": -1}}}, "cohort.*max"),
-        ({"cohort": {"mode": "synchronous", "concurrency": 3}}, 'concurrency: only mode = "buffered" heeds it'),
-        ({"cohort": {"mode": "synchronous", "staleness": {"max": 3}}}, 'staleness: only mode = "buffered" heeds it'),
+        ({"cohort": {"mode": "synchronous", "concurrency": 3}}, "concurrency has no effect without mode"),
+        ({"cohort": {"mode": "synchronous", "fair": "contributions"}}, "fair has no effect without mode"),
+        ({"cohort": {"mode": "synchronous", "staleness": {"max": 3}}}, "staleness has no effect without mode"),
         ({"check": {"every": 2}}, "has no rounds in which devices evaluate"),
         ({"method": "scaffold"}, "scaffold combines only updates of one state"),
         ({"method": "fedstitch"}, "fedstitch combines only updates of one state"),
@@ -267,6 +268,6 @@ def test_the_methods_that_run_buffered_are_those_that_average_models_or_mix_laye
 
 def test_a_site_is_not_selected():
     snapshot = DeviceSnapshot(True, replace(plain.profile(), engines=("numpy",), site_device_count=3))
-    for mode, code in (("buffered", "site"), ("synchronous", None)):
+    for mode, code in (("buffered", "site"), ("auto", "site"), ("synchronous", None)):
         cohort = settings.CohortSettings(mode=mode, size=2)  # type: ignore[arg-type]
         assert ineligibility_code(snapshot, JobRequirements(("numpy",), cohort)) == code
