@@ -173,8 +173,8 @@ def make_result(
         run, target = runs.get(cell.case), find_target(cell, grid, cells, runs)
         entry["runs"].append(msgspec.to_builtins(run))
         for key, values in entry["values"].items():
-            is_unknown = run is None or (key in TO_TARGET and target is None)
-            values.append(None if is_unknown else read_value(run, key, target))
+            has_target = key not in TO_TARGET or target is not None
+            values.append(read_value(run, key, target) if run is not None and has_target else None)
     for rows in columns.values():
         rows |= {name: pick_best_runs(row, rows) for name, row in grid.rows.items() if row.best_of}
     judged = judge_claims(grid, columns)
