@@ -4,7 +4,8 @@ With `[cohort] fair = "contributions"`, a device is selected at most twice durin
 that is selected again after each of its tasks does at least half as many tasks as any other device.
 
 `choose_mode` compares how many updates each mode aggregates in a second, by predicted durations. An update of buffered
-mode counts with its staleness weight. Synchronous rounds have the best deadline that meets the quorum.
+mode counts with its staleness weight. Synchronous rounds select as many devices as buffered mode has at work, and have
+the best deadline that meets the quorum.
 """
 
 from __future__ import annotations
@@ -106,11 +107,11 @@ def best_synchronous_rate(cohort: CohortSettings, durations_s: list[float]) -> t
     """Return the most updates in a second that synchronous rounds aggregate, and their deadline.
 
     Args:
-        cohort: Settings. A round selects `size` of the devices and closes at the deadline with the `quorum`.
+        cohort: Settings. A round selects `concurrency` devices and closes at the deadline with the `quorum`.
         durations_s: Duration of a task on each device, ascending.
     """
     count = len(durations_s)
-    size = min(cohort.size, count)
+    size = min(cohort.concurrency or count, count)
     # probability that the slowest device of a random cohort is the one with this index
     probabilities = [math.comb(index, size - 1) / math.comb(count, size) for index in range(count)]
     rates = []

@@ -116,7 +116,7 @@ class JobState(msgspec.Struct, frozen=True):
     earlier_versions: Mapping[str, TaskVersion] = field(default_factory=dict)
     earlier_states: tuple[BlobRef, ...] = ()  # states of `RoundCommitted` on which devices still worked
     chosen_mode: Mode | None = None  # of mode = "auto"
-    selection_count: int = 0  # number of `CohortSelected` events
+    selection_count: int = 0  # buffered mode: number of `CohortSelected` events
     # buffered mode: device -> numbers of its latest selections, oldest first
     latest_selections: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     task_limits_s: Mapping[str, float] = field(default_factory=dict)  # buffered mode: predicted deadlines of tasks
@@ -138,7 +138,9 @@ class JobState(msgspec.Struct, frozen=True):
     @property
     def cohort_size(self) -> int:
         """Number of wanted updates, or 0 for all devices, as in every evaluation round."""
-        return 0 if self.is_evaluation_round else self.constants.cohort.size
+        cohort = self.constants.cohort
+        size = cohort.concurrency if self.chosen_mode == "synchronous" else cohort.size
+        return 0 if self.is_evaluation_round else size
 
     @property
     def is_buffered(self) -> bool:
@@ -403,7 +405,6 @@ def _apply_cohort_selected(state: JobState, event: events.CohortSelected, now_s:
         state = _number_selections(state, event)
     return replace(
         state,
-        selection_count=state.selection_count + 1,
         pending_devices=state.pending_devices | set(event.devices),
         cohort=state.cohort | set(event.devices),
         earlier_versions=_without_devices(state.earlier_versions, set(event.devices)),
@@ -422,6 +423,7 @@ def _number_selections(state: JobState, event: events.CohortSelected) -> JobStat
     limits_s = {} if event.deadline_s is None else dict.fromkeys(event.devices, event.deadline_s)
     return replace(
         state,
+        selection_count=state.selection_count + 1,
         latest_selections={**state.latest_selections, **numbers},
         task_limits_s={**_without_devices(state.task_limits_s, set(event.devices)), **limits_s},
     )
