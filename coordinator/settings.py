@@ -44,7 +44,9 @@ class StalenessSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class CohortSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    mode: Literal["synchronous", "buffered"] = "synchronous"  # "buffered" commits every `size` updates
+    # "buffered" commits every `size` updates, "auto" chooses a mode at the start of the job
+    mode: Literal["synchronous", "buffered", "auto"] = "synchronous"
+    fair: Literal["off", "contributions"] = "off"  # in buffered mode, whether fast devices wait (rounds/buffering.py)
     concurrency: Annotated[int, Meta(ge=0)] = 0  # devices at work in buffered mode, or 0 for all present devices
     staleness: StalenessSettings = StalenessSettings()  # in buffered mode
     size: Annotated[int, Meta(ge=0)] = 0  # number of updates per round, or 0 for all present devices
@@ -91,6 +93,13 @@ class AdversarySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     factor: Annotated[float, Meta(gt=0)] = 10.0  # factor of "scaled" and "sign_flip", epsilon of "inner_product"
 
 
+class FailureSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Simulated devices that go offline for good: [fleet] failures."""
+
+    share: Annotated[float, Meta(gt=0, lt=1)]  # share of the fleet, rounded up, drawn with the job's seed
+    within_s: Annotated[float, Meta(gt=0)]  # virtual seconds in which they fail, each at a random time
+
+
 class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Condition on model runners (`fedquilt model serve`) that starts a job: [trigger]."""
 
@@ -133,6 +142,7 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     budgets: Annotated[TextSequence, Meta(min_length=1)] = ("512MB",)
     policy: Literal["energy", "paper", "max", "board"] = "energy"  # edge_agent/power/governor.py
     adversaries: AdversarySettings | None = None  # only for `compare`, `lab reproduce` and `fedquilt.simulate`
+    failures: FailureSettings | None = None  # only for simulations without agents
     labels: TextSequence = ()  # labels of each device, separated by spaces
     links: TextSequence = ()  # link of each device in virtual time, such as "2MB/s 50ms", or () for instant transfers
 
@@ -262,16 +272,18 @@ def require_energy_deadline(cohort: CohortSettings) -> None:
 def require_buffered_settings(job: JobSettings, method: Method) -> None:
     """Raise JobError if buffered mode contradicts another setting, or if its keys are set without it."""
     cohort, staleness = job.cohort, job.cohort.staleness
-    if cohort.mode != "buffered":
-        for key in ("concurrency", "staleness"):
+    if cohort.mode == "synchronous":
+        for key in ("concurrency", "fair", "staleness"):
             if getattr(cohort, key) != getattr(CohortSettings(), key):
-                raise JobError(f'[cohort] {key}: only mode = "buffered" heeds it; set that, or leave it out')
+                raise JobError(
+                    f'[cohort] {key} has no effect without mode = "buffered" or "auto": set a mode, or leave it out'
+                )
         return
     problems = {
         "needs size, the number of updates per commit: set size = 10, or 1 for FedAsync": not cohort.size,
         "has no over_select: set concurrency, the number of devices at work": bool(cohort.over_select),
-        f'takes deadline = "fixed", not {cohort.deadline!r}: each task ends after deadline_s': cohort.deadline
-        != "fixed",
+        f'has no rounds to plan by deadline = "{cohort.deadline}": set "fixed" or "predicted"': cohort.deadline
+        not in ("fixed", "predicted"),
         "has no rounds in which devices evaluate: set [check] beside = true, or every = 0": bool(job.check.every)
         and not job.check.beside,
         f'has staleness.a and b only for other functions than "{staleness.function}"': (
@@ -281,10 +293,10 @@ def require_buffered_settings(job: JobSettings, method: Method) -> None:
     }
     for problem, is_present in problems.items():
         if is_present:
-            raise JobError(f'[cohort] mode = "buffered" {problem}')
+            raise JobError(f'[cohort] mode = "{cohort.mode}" {problem}')
     if method.aggregation.rebase is None:
         raise JobError(
-            f'[cohort] mode = "buffered": {job.method} combines only updates of one state; take a method that can '
+            f'[cohort] mode = "{cohort.mode}": {job.method} combines only updates of one state; take a method that can '
             "apply an update of an earlier state, such as fedavg, fedprox, fedopt, fedsq or genefl"
         )
 
@@ -300,12 +312,13 @@ def require_evaluations(job: JobSettings) -> None:
         raise JobError(f"[stop] patience = {job.stop.patience} needs evaluations by devices: {fix}")
 
 
-def require_no_adversaries(job: JobSettings) -> None:
-    if job.fleet.adversaries is not None:
-        raise JobError(
-            "[fleet] adversaries have no effect on agents: use `fedquilt compare`, `fedquilt lab reproduce` or "
-            "fedquilt.simulate, or remove them"
-        )
+def require_no_simulated_faults(job: JobSettings) -> None:
+    for key in ("adversaries", "failures"):
+        if getattr(job.fleet, key) is not None:
+            raise JobError(
+                f"[fleet] {key} have no effect on agents: use `fedquilt compare`, `fedquilt lab reproduce` or "
+                "fedquilt.simulate, or remove them"
+            )
 
 
 def require_supported_task(method_name: str, method: Method, network: Mapping[str, Any]) -> None:

@@ -22,13 +22,8 @@ from fedquilt.coordinator.fleet.registry import DeviceRegistry
 from fedquilt.coordinator.rounds import decisions, events
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
 from fedquilt.coordinator.rounds.decisions import restart_event, to_process_clock
-from fedquilt.coordinator.rounds.job_state import (
-    JobConstants,
-    JobState,
-    TaskVersion,
-    apply_event,
-    describe_unmetered_tasks,
-)
+from fedquilt.coordinator.rounds.job_limits import describe_unmetered_tasks
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, TaskVersion, apply_event
 from fedquilt.coordinator.rounds.responses import UpdateValidated
 from fedquilt.coordinator.rounds.selection import BUSY, SHARE, DeviceSnapshot, JobRequirements
 from fedquilt.coordinator.settings import require_matching_bundle, required_packages
@@ -541,6 +536,8 @@ def decide_next_event(
     free = labels.devices_with(ELIGIBLE)
     if devices_to_skip := decisions.devices_to_skip(job.job_state, free, workload_of, registry.agent_start_key):
         labels, free = labels.with_values(devices_to_skip), free - devices_to_skip
+    if devices_to_hold := decisions.devices_to_hold(job.job_state, free - working_devices, working_devices, now_s):
+        labels, free = labels.with_values(devices_to_hold), free - devices_to_hold
     busy_devices = {device for device in busy if device in free}.difference(working_devices)
     state = decisions.delay_attempt(job.job_state, lost_s)
     decide = partial(

@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 from msgspec.structs import replace
 
 from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, DeviceSet, LabelColumn
-from fedquilt.coordinator.rounds import deadline
+from fedquilt.coordinator.rounds import buffering, deadline
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
@@ -24,11 +24,13 @@ from fedquilt.coordinator.rounds.events import (
     DeadlineExtended,
     EligibilityRecorded,
     JobEnded,
+    ModeChosen,
     RoundClosed,
     RoundRetried,
     TasksCancelled,
 )
-from fedquilt.coordinator.rounds.job_state import JobState, describe_unmetered_tasks
+from fedquilt.coordinator.rounds.job_limits import describe_unmetered_tasks
+from fedquilt.coordinator.rounds.job_state import JobState
 from fedquilt.coordinator.rounds.selection import (
     DECLINE_REASONS,
     DISK_FULL,
@@ -164,6 +166,34 @@ def devices_to_skip(
     return {device: code for device, code in skipped.items() if state.lasting_declines[device].round == state.round}
 
 
+def devices_to_hold(
+    state: JobState, free_devices: DeviceSet, working_devices: Collection[str], now_s: float
+) -> dict[str, str]:
+    """Return the devices that buffered mode does not select now, with the code of the reason for each.
+
+    No device is held if otherwise no device would work.
+    """
+    if not state.is_buffered:
+        return {}
+    durations = state.durations
+    end_times_s = {
+        device: state.selected_s.get(device, now_s) + durations[device][-1].seconds if device in durations else math.inf
+        for device in working_devices
+    }
+    held_devices = dict.fromkeys(
+        buffering.unneeded_devices(free_devices, durations, end_times_s, state.remaining_updates, now_s), "unneeded"
+    )
+    held_devices |= {
+        device: "outdated"
+        for device, backoff in state.backoffs.items()
+        if device in free_devices and state.round < backoff.until_round
+    }
+    if state.constants.cohort.fair == "contributions":
+        devices_ahead = buffering.devices_ahead(state.latest_selections, working_devices)
+        held_devices |= {device: "ahead" for device in devices_ahead if device in free_devices}
+    return held_devices if working_devices or len(held_devices) < len(free_devices) else {}
+
+
 def next_decision_s(state: JobState) -> float:
     """Return the time at which `decide_event` may change its result without input."""
     if state.phase != "open":
@@ -272,6 +302,11 @@ def _decide_selection_or_end(
             return JobEnded("done", describe_unmetered_tasks(constants.stop, state.usage) or "")
         if state.reached_limit is not None:
             return JobEnded("done", state.reached_limit)
+    if constants.cohort.mode == "auto" and state.chosen_mode is None and online_devices:
+        if len(online_devices) < minimum_devices_to_start(state):
+            return None
+        choice = buffering.choose_mode(constants.cohort, {device: workload_of(device) for device in online_devices})
+        return ModeChosen(state.round, choice.mode, choice.reason)
     if outdated_devices := _devices_with_outdated_tasks(state):
         return TasksCancelled(state.round, outdated_devices, "staleness")
     if len(online_devices) < minimum_devices_to_start(state):
@@ -397,11 +432,12 @@ def _decide_open_round(
             return _quorum_failure_event(state, quorum(state, wanted_updates), failures)
         return RoundRetried(state.round, state.attempt + 1)
     if new_devices:
+        workloads = {device: workload_of(device) for device in new_devices}
+        limit_s = None
+        if state.is_buffered:
+            limit_s = deadline.decide_deadline(cohort_settings, state.durations, workloads).seconds
         return CohortSelected(
-            state.round,
-            state.attempt,
-            new_devices,
-            _positive_work_amounts({device: workload_of(device) for device in new_devices}),
+            state.round, state.attempt, new_devices, _positive_work_amounts(workloads), deadline_s=limit_s
         )
     # a device without work counts like an update, once no other device can be selected instead
     if (

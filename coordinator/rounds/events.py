@@ -10,6 +10,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 import msgspec
 
+from fedquilt.coordinator.rounds.buffering import Mode
 from fedquilt.coordinator.rounds.deadline import MemoryShortage
 from fedquilt.coordinator.rounds.selection import UPDATE
 from fedquilt.core import Action, BlobRef, EvaluationSums, FedquiltError, Update
@@ -33,6 +34,7 @@ _BETWEEN_ROUNDS: Final[Mapping[Phase, tuple[Phase, ...]]] = {
 TRANSITIONS: Final[Mapping[str, Mapping[Phase, tuple[Phase, ...]]]] = {
     "NoteRecorded": {"new": ("new",), "stopped": ("stopped",), "failed": ("failed",)},  # before the start or a resume
     "JobStarted": {"new": ("selecting",), "stopped": ("stopped",), "failed": ("failed",)},
+    "ModeChosen": {"selecting": ("selecting",)},
     "EligibilityRecorded": {"selecting": ("selecting",), "open": ("open",)},
     "CohortSelected": {"selecting": ("open",), "open": ("open",)},
     "TaskDeclined": _BETWEEN_ROUNDS,
@@ -75,6 +77,14 @@ class JobStarted(Event, frozen=True, omit_defaults=True):
     class_shares: tuple[float, ...] = ()  # class shares of the whole fleet, from the parent
 
 
+class ModeChosen(Event, frozen=True):
+    """Choice of the mode of a job with `[cohort] mode = "auto"`."""
+
+    round: int
+    mode: Mode
+    reason: str
+
+
 class EligibilityRecorded(Event, frozen=True):
     round: int
     eligible: tuple[str, ...] = ()
@@ -87,7 +97,8 @@ class CohortSelected(Event, frozen=True):
     attempt: int
     devices: tuple[str, ...]
     work: dict[str, float] = {}  # device -> `deadline.work_amount` of the task, if predicted
-    deadline_s: float | None = None  # deadline of the round, or None for the cohort's `deadline_s`
+    # deadline of the round or, in buffered mode, of these devices' tasks. None: the cohort's `deadline_s`
+    deadline_s: float | None = None
     coverage: tuple[str, ...] = ()  # sentences on the devices that can take part
     epochs: dict[str, int] = {}  # device -> epochs in this round, if different from the job's
 
@@ -116,6 +127,11 @@ class UpdateAccepted(Event, frozen=True):
     update: Update
     took_s: float | None = None  # seconds since the selection of the device
     expected_s: float | None = None  # duration predicted by the profile, at the operating point that was used
+
+    @property
+    def staleness(self) -> int:
+        """Number of commits since the state from which the update was computed."""
+        return self.round - self.update.round
 
 
 class UpdateRejected(Event, frozen=True, omit_defaults=True):
@@ -215,5 +231,5 @@ _AttemptEvent = (
     | RoundRetried
     | AttemptResumed
 )
-_RoundEvent = _AttemptEvent | RoundClosed | RoundCommitted
+_RoundEvent = _AttemptEvent | ModeChosen | RoundClosed | RoundCommitted
 AnyEvent = NoteRecorded | JobStarted | _RoundEvent | JobEnded | JobResumed

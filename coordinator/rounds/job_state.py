@@ -3,25 +3,28 @@
 `apply_event` applies one event to the state. The server writes each event to the log before acting on the event, so
 that replaying the log after a crash gives the same state. An event raises JobError if `events.TRANSITIONS` does not
 allow the event in this phase, or if it is of another round than the running one.
-
-Limits of a job ([stop]) are compared with the totals and evaluations of the log between rounds. So a job can exceed a
-limit by one round. Joules do not include tasks without a meter, whose number the job reports after each round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import field
 from msgspec.structs import replace
 
-from fedquilt import metrics
 from fedquilt.coordinator.device_columns import ELIGIBLE, NEVER, CostColumn, LabelColumn, RoundBitmap, RoundColumn
 from fedquilt.coordinator.rounds import deadline, events
+from fedquilt.coordinator.rounds.buffering import MAX_SELECTIONS, Backoff, Mode
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
+from fedquilt.coordinator.rounds.job_limits import (
+    BestEvaluation,
+    ResourceUsage,
+    add_evaluation,
+    describe_reached_limit,
+)
 from fedquilt.coordinator.rounds.selection import (
     BUSY,
     DECLINE_REASONS,
@@ -35,8 +38,6 @@ from fedquilt.coordinator.settings import CohortSettings, JobLimits, JobSettings
 from fedquilt.core import Action, BlobRef, EvaluationSums, JobError, Update, evaluation
 
 T = TypeVar("T")
-
-GAIN_TOLERANCE: Final = 1e-9  # a gain may be this much below `min_gain`
 
 
 class JobConstants(msgspec.Struct, frozen=True):
@@ -52,93 +53,6 @@ class JobConstants(msgspec.Struct, frozen=True):
     def from_job(job: JobSettings) -> JobConstants:
         priors = job.personal.prior == "auto"
         return JobConstants(job.seed, job.rounds, job.cohort, job.check.every, job.stop, job.check.beside, priors)
-
-
-class ResourceUsage(msgspec.Struct, frozen=True):
-    joules: float = 0.0  # gross, of the metered tasks
-    metered: int = 0  # number of metered tasks
-    unmetered: int = 0  # number of tasks without a meter
-    bytes: int = 0
-    wall_s: float = 0.0  # of committed rounds
-
-    def add_update(self, update: Update) -> ResourceUsage:
-        usage = update.usage
-        return replace(
-            self,
-            joules=self.joules + (usage.energy_j or 0.0),
-            metered=self.metered + (usage.energy_j is not None),
-            unmetered=self.unmetered + (usage.energy_j is None),
-            bytes=self.bytes + update.down_bytes + update.up_bytes,
-        )
-
-
-class BestEvaluation(msgspec.Struct, frozen=True):
-    """Best evaluation so far by the main metric, and the number of later evaluations without a gain."""
-
-    metric: str  # a key of `metrics.METRICS`
-    value: float
-    rounds: int  # completed before the evaluation
-    state: BlobRef  # evaluated state
-    reference: float  # value from which the next gain is measured
-    without_gain: int = 0
-
-    def describe(self) -> str:
-        value = metrics.format_value(metrics.METRICS[self.metric], self.value)
-        return f"{metrics.METRICS[self.metric].title} {value} after {self.rounds} round{'s' * (self.rounds != 1)}"
-
-
-def add_evaluation(
-    best: BestEvaluation | None, sums: EvaluationSums | None, state: BlobRef | None, rounds: int, min_gain: float
-) -> BestEvaluation | None:
-    """Return the best evaluation after an evaluation of `state` with the result `sums`.
-
-    An evaluation without a main metric changes nothing. A gain below `min_gain` updates the best value, but
-    `without_gain` still counts the evaluation.
-    """
-    if (main := metrics.main_metric(sums)) is None or state is None:
-        return best
-    metric, value = main
-    if best is None or best.metric != metric.name:
-        return BestEvaluation(metric.name, value, rounds, state, value)
-    sign = 1 if metric.higher else -1
-    gain = sign * (value - best.reference)
-    if gain > 0 and gain >= min_gain - GAIN_TOLERANCE:
-        best = replace(best, reference=value, without_gain=0)
-    else:
-        best = replace(best, without_gain=best.without_gain + 1)
-    return replace(best, value=value, rounds=rounds, state=state) if sign * (value - best.value) > 0 else best
-
-
-def describe_reached_limit(limits: JobLimits, usage: ResourceUsage, best: BestEvaluation | None = None) -> str | None:
-    if limits.patience is not None and best is not None and best.without_gain >= limits.patience:
-        min_gain = f" of {limits.min_gain:g}" if limits.min_gain else ""
-        evaluations = f"{best.without_gain} evaluation{'s' * (best.without_gain > 1)}"
-        return f"patience: no gain{min_gain} in {evaluations}; the best is {best.describe()}"
-    if limits.max_joules is not None and usage.joules >= limits.max_joules:
-        return f"max_joules: {usage.joules:.4g} J of {limits.max_joules:.4g} J are used{_unmetered_suffix(usage)}"
-    if limits.max_bytes is not None and usage.bytes >= limits.max_bytes:
-        return f"max_bytes: {usage.bytes} bytes of {limits.max_bytes} are used"
-    if limits.max_wall_s is not None and usage.wall_s >= limits.max_wall_s:
-        return f"max_wall_s: {usage.wall_s:.4g} s of {limits.max_wall_s:.4g} s are used"
-    return None
-
-
-def describe_unmetered_tasks(limits: JobLimits, usage: ResourceUsage) -> str | None:
-    """Return a note if `max_joules` does not cover all tasks, because some have no meter, or else None."""
-    if limits.max_joules is None or not usage.unmetered:
-        return None
-    if not usage.metered:
-        return (
-            f"max_joules = {limits.max_joules:.4g} has no effect: no device of this job measures its energy. The job "
-            "ends after its rounds or at another limit of [stop]"
-        )
-    return f"{usage.joules:.4g} J of max_joules = {limits.max_joules:.4g} J are used{_unmetered_suffix(usage)}"
-
-
-def _unmetered_suffix(usage: ResourceUsage) -> str:
-    if not usage.unmetered:
-        return ""
-    return f", not counting {usage.unmetered} task{'s' * (usage.unmetered > 1)} on devices without a power meter"
 
 
 class TaskVersion(msgspec.Struct, frozen=True):
@@ -201,6 +115,12 @@ class JobState(msgspec.Struct, frozen=True):
     # buffered mode: device -> its task of an earlier round, which is open or whose update this round has accepted
     earlier_versions: Mapping[str, TaskVersion] = field(default_factory=dict)
     earlier_states: tuple[BlobRef, ...] = ()  # states of `RoundCommitted` on which devices still worked
+    chosen_mode: Mode | None = None  # of mode = "auto"
+    selection_count: int = 0  # buffered mode: number of `CohortSelected` events
+    # buffered mode: device -> numbers of its latest selections, oldest first
+    latest_selections: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    task_limits_s: Mapping[str, float] = field(default_factory=dict)  # buffered mode: predicted deadlines of tasks
+    backoffs: Mapping[str, Backoff] = field(default_factory=dict)
 
     @property
     def eligible(self) -> frozenset[str]:
@@ -218,11 +138,13 @@ class JobState(msgspec.Struct, frozen=True):
     @property
     def cohort_size(self) -> int:
         """Number of wanted updates, or 0 for all devices, as in every evaluation round."""
-        return 0 if self.is_evaluation_round else self.constants.cohort.size
+        cohort = self.constants.cohort
+        size = cohort.concurrency if self.chosen_mode == "synchronous" else cohort.size
+        return 0 if self.is_evaluation_round else size
 
     @property
     def is_buffered(self) -> bool:
-        return self.constants.cohort.mode == "buffered"
+        return (self.chosen_mode or self.constants.cohort.mode) == "buffered"
 
     def task_version(self, device: str) -> TaskVersion:
         """Return the round, attempt and state of a device's task, which may be earlier in buffered mode."""
@@ -231,10 +153,6 @@ class JobState(msgspec.Struct, frozen=True):
     def is_new_contributor(self, device: str) -> bool:
         """Return whether no update of a device has been aggregated, evaluations aside."""
         return not self.history.get(device, NEVER).without(self.evaluation_rounds)
-
-    def staleness(self, update: Update) -> int:
-        """Return the number of commits since the state from which an update was computed."""
-        return self.round - update.round
 
     @property
     def completed_rounds(self) -> int:  # without evaluation rounds
@@ -275,8 +193,14 @@ class JobState(msgspec.Struct, frozen=True):
 
     def task_deadline_s(self, device: str) -> float:
         """Return when a device's task is late: at the attempt's deadline or, if buffered, at its own."""
-        started_s = self.selected_s.get(device, self.opened_s) if self.is_buffered else self.opened_s
-        return started_s + self.deadline_s
+        if not self.is_buffered:
+            return self.opened_s + self.deadline_s
+        return self.selected_s.get(device, self.opened_s) + self.task_limits_s.get(device, self.deadline_s)
+
+    @property
+    def remaining_updates(self) -> int:
+        """Number of updates until the last round is complete, in buffered mode."""
+        return (self.constants.rounds - self.completed_rounds) * self.cohort_size - len(self.accepted_updates)
 
     def remaining_s(self, device: str, now_s: float) -> float:
         return max(self.task_deadline_s(device) - now_s, 0.0)
@@ -341,7 +265,7 @@ def _apply_allowed_event(state: JobState, event: events.AnyEvent, now_s: float) 
                         name: decline for name, decline in state.lasting_declines.items() if name != device
                     },
                 )
-            if state.constants.cohort.deadline != "fixed":
+            if state.constants.cohort.deadline != "fixed" or state.is_buffered:
                 durations = deadline.add_update_duration(
                     durations, event.update, state.work, event.took_s, event.expected_s
                 )
@@ -355,6 +279,7 @@ def _apply_allowed_event(state: JobState, event: events.AnyEvent, now_s: float) 
                 accepted_updates={**state.accepted_updates, device: event.update},
                 usage=state.usage.add_update(event.update),
                 durations=durations,
+                backoffs=_without_devices(state.backoffs, {device}),
             )
         case events.JobStarted():
             next_phase: events.Phase = "selecting" if state.phase == "new" else state.phase
@@ -374,6 +299,8 @@ def _apply_allowed_event(state: JobState, event: events.AnyEvent, now_s: float) 
             return _clear_round(state, event.first_round)
         case events.NoteRecorded():
             return state
+        case events.ModeChosen(mode=mode):
+            return replace(state, chosen_mode=mode)
         case events.EligibilityRecorded():
             return _apply_eligibility(state, event)
         case events.JobResumed():
@@ -412,6 +339,8 @@ def _apply_allowed_event(state: JobState, event: events.AnyEvent, now_s: float) 
                 earlier_versions=_without_devices(state.earlier_versions, {event.device}),
             )
         case events.TasksCancelled():
+            if event.reason == "staleness":
+                state = replace(state, backoffs={**state.backoffs, **_extend_backoffs(state, event.devices)})
             return _end_tasks_without_update(state, frozenset(event.devices))
         case events.UpdateLost():
             return _apply_update_lost(state, event, now_s)
@@ -448,6 +377,11 @@ def _end_tasks_without_update(state: JobState, devices: frozenset[str]) -> JobSt
     )
 
 
+def _extend_backoffs(state: JobState, devices: Sequence[str]) -> dict[str, Backoff]:
+    max_staleness = state.constants.cohort.staleness.max
+    return {device: Backoff.after_task(state.backoffs.get(device), state.round, max_staleness) for device in devices}
+
+
 def _without_devices(values: Mapping[str, T], devices: AbstractSet[str]) -> Mapping[str, T]:
     return {device: value for device, value in values.items() if device not in devices}
 
@@ -461,16 +395,18 @@ def _apply_cohort_selected(state: JobState, event: events.CohortSelected, now_s:
         state = replace(
             _restart_attempt_time(state, now_s),
             phase="open",
-            attempt_limit_s=event.deadline_s,
+            attempt_limit_s=None if state.is_buffered else event.deadline_s,
             is_deadline_extended=False,
             selected_s={device: state.selected_s.get(device, now_s) for device in state.pending_devices},
-            work={},
+            work={device: state.work[device] for device in state.pending_devices if device in state.work},
             cohort=state.pending_devices,
         )
     if not state.cohort_size:
         expected_labels = (ELIGIBLE, BUSY, SHARE)
         expected_devices = (device for device, label in state.eligibility.items() if label in expected_labels)
         state = replace(state, expected_devices=frozenset(expected_devices))
+    if state.is_buffered:
+        state = _number_selections(state, event)
     return replace(
         state,
         pending_devices=state.pending_devices | set(event.devices),
@@ -480,6 +416,20 @@ def _apply_cohort_selected(state: JobState, event: events.CohortSelected, now_s:
         work={**state.work, **event.work},
         epochs={**state.epochs, **event.epochs},
         last_selected_rounds=state.last_selected_rounds.with_values(dict.fromkeys(event.devices, event.round)),
+    )
+
+
+def _number_selections(state: JobState, event: events.CohortSelected) -> JobState:
+    numbers = {
+        device: (*state.latest_selections.get(device, ()), state.selection_count)[-MAX_SELECTIONS:]
+        for device in event.devices
+    }
+    limits_s = {} if event.deadline_s is None else dict.fromkeys(event.devices, event.deadline_s)
+    return replace(
+        state,
+        selection_count=state.selection_count + 1,
+        latest_selections={**state.latest_selections, **numbers},
+        task_limits_s={**_without_devices(state.task_limits_s, set(event.devices)), **limits_s},
     )
 
 

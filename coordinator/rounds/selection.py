@@ -44,7 +44,10 @@ REASONS: Final[Mapping[str, str]] = {
     "engine": "has no engine for the job's method, or the engine refused the task",
     "codec": "does not support the codec of [wire]: update fedquilt on the device",
     "plugin": "lacks a package that the job needs, or has another version of it",
-    "site": 'is a site, and [cohort] mode = "buffered" takes the updates of devices only',
+    "site": 'is a site, and [cohort] mode "buffered" or "auto" takes the updates of devices only',
+    "ahead": 'waits for slower devices ([cohort] fair = "contributions")',
+    "outdated": "did not finish its task within [cohort] staleness.max commits: can be selected again later",
+    "unneeded": "would submit its update after the end of the job",
     "battery": "has less battery charge than [cohort] min_battery, and is not charging",
     "hot": "is hotter than [cohort] max_temperature_c",
     "full": "has a full disk: free disk space on the device",
@@ -106,7 +109,7 @@ def ineligibility_code(snapshot: DeviceSnapshot, requirements: JobRequirements) 
         return "labels"
     if requirements.codec not in profile.codecs:
         return "codec"
-    if cohort.mode == "buffered" and profile.site_device_count:
+    if cohort.mode != "synchronous" and profile.site_device_count:
         return "site"
     if (code := _plugin_code(profile, requirements)) is not None or telemetry is None:
         return code

@@ -44,7 +44,8 @@ def format_status(summary: RunSummary, state: JobState) -> list[str]:
     energy_parts = [f"{run_summary.format_joules(usage.joules)}{summary.total.energy_word}"] if usage.metered else []
     devices = [f"{len(state.accepted_updates)} of {cohort} devices answered" if cohort else "no device selected yet"]
     if state.is_buffered:
-        devices = [f"{len(state.accepted_updates)} of {state.cohort_size} updates"]
+        age = describe_staleness(summary.running.max_staleness, "up to ")
+        devices = [f"{len(state.accepted_updates)} of {state.cohort_size} updates{age}"]
     devices += [f"{len(state.pending_devices)} at work"] if state.pending_devices else []
     devices += [f"declined: {selection.format_by_reason(state.decline_reasons, 3)}"] if state.decline_reasons else []
     return [round_text, ", ".join([*energy_parts, f"{units.format_bytes(usage.bytes)} so far"]), ", ".join(devices)]
@@ -128,6 +129,8 @@ def _describe_event(event: events.AnyEvent, name: str) -> list[str]:
             return [event.text]
         case events.JobStarted():
             return ["started"]
+        case events.ModeChosen(mode=mode, reason=reason):
+            return [f"{mode} rounds: {reason}"]
         case events.EligibilityRecorded():
             ineligible_parts = [
                 f"{', '.join(devices)}: {selection.reason_text(c)}" for c, devices in event.ineligible.items()
@@ -151,7 +154,7 @@ def _describe_event(event: events.AnyEvent, name: str) -> list[str]:
         case events.UpdateAccepted():
             notes = [event.update.note] if event.update.note else []
             usage = format_usage(event.update.usage)
-            sender = _describe_sender(event.update) + describe_staleness(event.round - event.update.round)
+            sender = _describe_sender(event.update) + describe_version(event)
             return [f"{name}: update from {sender}: {usage}", *notes]
         case events.UpdateRejected():
             return [f"{name}: update from {event.device} rejected: {event.reason}"]
@@ -230,6 +233,11 @@ def _describe_commit(
 def describe_staleness(commits: int, bound: str = "") -> str:
     """Return the age of an update as text: ", up to 3 commits old" with `bound` "up to ", or "" for 0."""
     return f", {bound}{commits} commit{'s' * (commits > 1)} old" if commits else ""
+
+
+def describe_version(event: events.UpdateAccepted) -> str:
+    """Return the age of an update and the round of its task as text, or "" for a task of the running round."""
+    return f"{age} (task of round {event.update.round + 1})" if (age := describe_staleness(event.staleness)) else ""
 
 
 def describe_evaluation(sums: EvaluationSums | None) -> list[str]:

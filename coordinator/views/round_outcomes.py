@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Final
 
+from fedquilt.console import table
 from fedquilt.coordinator import device_columns, settings
 from fedquilt.coordinator.fleet.device_status import CurrentTask
 from fedquilt.coordinator.rounds import events, selection
@@ -15,7 +16,7 @@ from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import event_messages, wait_reasons
 from fedquilt.coordinator.views.devices import load_devices
-from fedquilt.coordinator.views.run_summary import RunSummary
+from fedquilt.coordinator.views.run_summary import RunSummary, format_contribution
 from fedquilt.core import JobError
 from fedquilt.formats import toml
 
@@ -119,8 +120,7 @@ class RoundOutcomes:
                 cancelled_outcomes = dict.fromkeys(event.devices, DeviceOutcome("asked", text))
                 by_round.setdefault(event.round, {}).update(cancelled_outcomes)
             case events.UpdateAccepted():
-                age = event_messages.describe_staleness(event.round - event.update.round)
-                outcome = DeviceOutcome("answered", f"update received{age}")
+                outcome = DeviceOutcome("answered", f"update received{event_messages.describe_version(event)}")
                 by_round.setdefault(event.round, {})[event.update.device] = outcome
                 site_outcome = DeviceOutcome("answered", f"update received from its site {event.update.device}")
                 by_round[event.round].update(dict.fromkeys(event.update.site_devices, site_outcome))
@@ -223,6 +223,17 @@ def format_outcomes(outcomes: RoundOutcomes, round: int | None = None, device: s
         name = event_messages.FINAL_EVALUATION if final else name
         shown += [f"{name}: {lines[0]}"] if device is not None else [f"{name}:", *lines]
     return shown
+
+
+def format_contributions(summary: RunSummary, device: str | None = None) -> list[str]:
+    """Return the updates of each device as lines, in buffered mode, or [] in synchronous mode."""
+    if not summary.state.is_buffered or not summary.total.tasks:
+        return []
+    rows = [["device", "updates", "share", "commits old, mean"]]
+    for name, cost in summary.device_costs().items():
+        if device in (None, name):
+            rows.append([name, str(cost.tasks), *format_contribution(cost, summary.total)])
+    return table.format_table(rows, "<>>>")
 
 
 def _format_devices(devices: Mapping[str, DeviceOutcome], device: str | None) -> list[str]:

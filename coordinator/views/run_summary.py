@@ -35,6 +35,7 @@ class CostLedger(msgspec.Struct, frozen=True):
     tasks: int = 0
     metered: int = 0  # number of metered tasks
     declined: int = 0
+    staleness: int = 0  # sum over updates of the commits since their states, in buffered mode
     examples: float = 0  # weights of the updates, mostly their numbers of examples
     metered_examples: float = 0  # weights of the metered updates
     wall_s: float = 0
@@ -64,6 +65,10 @@ class CostLedger(msgspec.Struct, frozen=True):
         return None if self.energy_j is None or not self.metered_examples else self.energy_j / self.metered_examples
 
     @property
+    def mean_staleness(self) -> float | None:
+        return self.staleness / self.tasks if self.tasks else None
+
+    @property
     def energy_source(self) -> str | None:
         return "; ".join(sorted(self.meters)) or None
 
@@ -71,7 +76,7 @@ class CostLedger(msgspec.Struct, frozen=True):
     def energy_word(self) -> str:
         return describe_source(self.meters)
 
-    def add_update(self, update: Update) -> CostLedger:
+    def add_update(self, update: Update, staleness: int = 0) -> CostLedger:
         usage, ledger = update.usage, self
         if usage.energy_j is not None:
             first = not self.metered
@@ -89,6 +94,7 @@ class CostLedger(msgspec.Struct, frozen=True):
         return replace(
             ledger,
             tasks=self.tasks + 1,
+            staleness=self.staleness + staleness,
             examples=self.examples + update.weight,
             wall_s=self.wall_s + usage.wall_s,
             down_bytes=self.down_bytes + update.down_bytes,
@@ -119,6 +125,12 @@ def format_joules(value: float) -> str:
     """Return joules as text in three digits: "12 J", "1.25 kJ"."""
     scale, prefix = units.select_prefix(value)
     return f"{value / scale:.3g} {prefix}J"
+
+
+def format_contribution(cost: CostLedger, total: CostLedger) -> tuple[str, str]:
+    """Return a device's share of all updates, and the mean age of its updates in commits, as text."""
+    share = f"{100 * cost.tasks / total.tasks:.1f} %" if total.tasks else "-"
+    return share, "-" if cost.mean_staleness is None else f"{cost.mean_staleness:.1f}"
 
 
 def describe_source(meters: Collection[str]) -> str:
@@ -303,7 +315,7 @@ class RunSummary(msgspec.Struct, frozen=True):
         costs = dict(self.devices)
         for acceptance in self.accepted_updates:
             device = acceptance.update.device
-            costs[device] = costs.get(device, CostLedger()).add_update(acceptance.update)
+            costs[device] = costs.get(device, CostLedger()).add_update(acceptance.update, acceptance.staleness)
         for device in self.declining_devices:
             costs[device] = costs.get(device, CostLedger()).add_decline()
         return dict(sorted(costs.items()))
@@ -323,13 +335,11 @@ class RunSummary(msgspec.Struct, frozen=True):
     def _add_update(self, event: events.UpdateAccepted) -> RunSummary:
         update, running = event.update, self.running
         slowest_s = max(running.slowest_s, update.usage.wall_s)
-        max_staleness = max(running.max_staleness, event.round - update.round)
-        running = replace(
-            running, cost=running.cost.add_update(update), slowest_s=slowest_s, max_staleness=max_staleness
-        )
-        return replace(
-            self, total=self.total.add_update(update), running=running, accepted_updates=(*self.accepted_updates, event)
-        )
+        max_staleness = max(running.max_staleness, event.staleness)
+        cost = running.cost.add_update(update, event.staleness)
+        running = replace(running, cost=cost, slowest_s=slowest_s, max_staleness=max_staleness)
+        total = self.total.add_update(update, event.staleness)
+        return replace(self, total=total, running=running, accepted_updates=(*self.accepted_updates, event))
 
     def _commit_round(self, event: events.RoundCommitted, real_s: float) -> RunSummary:
         completed_rounds = self.state.completed_rounds

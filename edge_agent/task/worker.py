@@ -117,6 +117,12 @@ class VirtualWorker:
             self._fraction_done, self._updated_s, self._total_s = self._share_done(now_s), now_s, whole_s
         return min(self._end_s(), self._next_report_s) if self._outcome.code == "ok" else self._end_s()
 
+    def energy_so_far_j(self, now_s: float) -> float:
+        """Return the joules of the running task until now, or 0 if none runs or its energy is unknown."""
+        if self._outcome is None or self._outcome.code != "ok":
+            return 0.0
+        return self._share_done(now_s) * (self._board.task_cost(self._work, Cost(duration_s=0.0)).energy_j or 0.0)
+
     def kill(self) -> None:
         self.pending_request = self._outcome = None
 

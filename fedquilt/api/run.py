@@ -177,8 +177,8 @@ class Run:
     def devices(self) -> Table:
         """Return one row per device: tasks, their cost, and accuracy on the held-out share.
 
-        Columns: device, tasks, declined, examples, seconds, joules, net_joules (above idle), down_bytes, up_bytes,
-        peak_bytes, accuracy (0..1). Unknown values are None.
+        Columns: device, tasks, declined, staleness, examples, seconds, joules, net_joules (above idle), down_bytes,
+        up_bytes, peak_bytes, accuracy (0..1). Unknown values are None.
         """
         with self._open_store() as store:
             row, summary = store.find_job(self.id), self._summarise(store)

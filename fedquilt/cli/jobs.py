@@ -44,7 +44,7 @@ def run(job: Path, home: Path, blobs: options.BlobOptions, broker: options.Broke
     from fedquilt.formats import job_bundle as bundles
 
     job_settings = home_access.load_job(job)
-    settings.require_no_adversaries(job_settings)
+    settings.require_no_simulated_faults(job_settings)
     folder = prepare_if_changed(job, job_settings)
     bundle = bundles.load_bundle(folder)
     with Store(home) as store:

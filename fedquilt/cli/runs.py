@@ -84,7 +84,8 @@ def why(run: str, number: int | None, device: str | None, home: Path, format: st
         notes.append(f"best evaluation: {best.describe()}, {best.without_gain} later without a gain")
     if is_unfiltered and outcomes.summary.state.phase == row.status == "failed":
         notes += event_messages.format_end("failed", outcomes.summary.state.reason)
-    lines = [*reasons.format_outcomes(outcomes, number, device), *notes]
+    contributions = reasons.format_contributions(outcomes.summary, device) if number is None else []
+    lines = [*reasons.format_outcomes(outcomes, number, device), *contributions, *notes]
     home_access.print_rows(
         format,
         reasons.filter_outcomes(outcomes.by_round, number, device),

@@ -1,5 +1,7 @@
 """Buffered mode: who is selected when, which tasks are cancelled, and how updates of earlier states count."""
 
+import math
+import re
 from types import SimpleNamespace
 
 import msgspec
@@ -11,11 +13,14 @@ from msgspec.structs import replace
 
 from fedquilt import methods
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import responses
+from fedquilt.coordinator.device_columns import DeviceSet
+from fedquilt.coordinator.rounds import buffering, decisions, responses
+from fedquilt.coordinator.rounds.deadline import DeviceWorkload, TaskDuration
 from fedquilt.coordinator.rounds.decisions import decide_event, next_decision_s
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     JobEnded,
+    ModeChosen,
     RoundClosed,
     RoundCommitted,
     RoundRetried,
@@ -27,8 +32,9 @@ from fedquilt.coordinator.rounds.events import (
 )
 from fedquilt.coordinator.rounds.job_state import JobState, TaskVersion
 from fedquilt.coordinator.rounds.selection import DeviceSnapshot, JobRequirements, ineligibility_code
-from fedquilt.coordinator.settings import StalenessSettings
-from fedquilt.core import BlobRef, DeviceUpdate, JobError
+from fedquilt.coordinator.settings import CohortSettings, StalenessSettings
+from fedquilt.coordinator.views import event_messages
+from fedquilt.core import BlobRef, DeviceUpdate, JobError, OperatingPoint, WorkEstimate
 from fedquilt.formats.tensor_register import register_from_kinds
 from fedquilt.methods import genefl
 from fedquilt.models.local_training import NetworkState
@@ -118,6 +124,129 @@ def test_a_buffer_with_a_quorum_is_committed_at_the_deadline_and_otherwise_tried
     assert decide_event(whole, 10.0, {"a", "c"}) == RoundRetried(0, 1)
 
 
+HELD = {"fair": "contributions", "size": 4, "concurrency": 0}
+
+
+@pytest.mark.parametrize(
+    ("steps", "working", "held"),
+    [
+        (["+abc", "a0", "b0"], "c", {}),  # a and b were selected once during the task of c
+        (["+abc", "a0", "b0", "+a", "a0"], "c", {"a": "ahead"}),  # a was selected twice
+        (["+abc", "a0", "b0", "+a"], "ac", {}),  # a works, and so does c
+        (["+abc", "a0", "b0", "+a", "a0", "c0"], "", {}),  # no device works
+        (["+abc", "a0", "b0", "+a", "a0"], "", {}),  # c is offline, so its task holds up nobody
+        (["+ab", "a0", "+c", "+a", "a0"], "bc", {"a": "ahead"}),  # during the task of b
+    ],
+)
+def test_a_fair_device_is_selected_twice_during_a_task_of_another_one(steps, working, held):
+    state = play(buffered_state(**HELD), *steps)
+    free = DeviceSet.from_devices(set("abc") - set(working))
+    assert decisions.devices_to_hold(state, free, set(working), 1.0) == held
+    assert decisions.devices_to_hold(play(buffered_state(), *steps), free, set(working), 1.0) == {}
+
+
+def test_a_device_whose_tasks_are_too_old_is_selected_again_after_twice_as_many_commits():
+    state = replace(play(buffered_state(staleness={"max": 3}), "+c", "c0"), round=10)
+    state = apply_events(state, TasksCancelled(10, ("c",), "staleness"))
+
+    def held(round: int) -> dict[str, str]:
+        return decisions.devices_to_hold(replace(state, round=round), DeviceSet.from_devices("bc"), {"a"}, 1.0)
+
+    assert (held(12), held(13)) == ({"c": "outdated"}, {})
+    state = apply_events(replace(state, round=20), TasksCancelled(20, ("c",), "staleness"))
+    assert (held(25), held(26)) == ({"c": "outdated"}, {})
+    state = apply_events(state, TasksCancelled(20, ("b",), "deadline"), UpdateAccepted(20, update("c", 20)))
+    assert state.backoffs == {}
+
+
+@pytest.mark.parametrize(
+    ("remaining", "held"),
+    [(4, set()), (3, {"slow"}), (2, {"slow", "fast"}), (0, set())],  # tasks end at 5, 8 and never
+)
+def test_a_device_is_unneeded_if_its_update_would_come_after_the_last_one(remaining, held):
+    durations = {name: (TaskDuration(0, seconds, 1.0),) for name, seconds in (("fast", 7.0), ("slow", math.inf))}
+    ends = {"a": 5.0, "b": 8.0, "c": math.inf}
+    assert buffering.unneeded_devices(["fast", "slow", "new"], durations, ends, remaining, 2.0) == held
+
+
+def test_the_last_commit_starts_no_task_that_comes_too_late():
+    state = buffered_state(rounds=1, size=3)
+    state = apply_events(state, CohortSelected(0, 0, ("a", "b", "c")), now_s=0.0)
+    state = apply_events(state, UpdateAccepted(0, update("a"), took_s=4.0), now_s=4.0)
+    state = replace(state, durations={"a": state.durations["a"], "b": (TaskDuration(0, 6.0, 1.0),)})
+    assert decisions.devices_to_hold(state, DeviceSet.from_devices("a"), {"b", "c"}, 4.0) == {}  # c may take long
+    state = replace(state, durations={**state.durations, "c": (TaskDuration(0, 7.0, 1.0),)})
+    assert decisions.devices_to_hold(state, DeviceSet.from_devices("a"), {"b", "c"}, 4.0) == {"a": "unneeded"}
+
+
+def test_a_predicted_deadline_is_that_of_a_task():
+    state = buffered_state(deadline="predicted", deadline_s=100.0)
+    state = apply_events(state, CohortSelected(0, 0, ("a", "b"), deadline_s=20.0), now_s=0.0)
+    state = apply_events(state, CohortSelected(0, 0, ("c",)), now_s=5.0)
+    assert [state.task_deadline_s(device) for device in "abc"] == [20.0, 20.0, 105.0]
+    assert decide_event(state, 20.0, set("abc")) == TasksCancelled(0, ("a", "b"), "deadline")
+    state = replace(state, durations={"d": (TaskDuration(0, 20.0, 1.0),)})
+    assert decide_event(replace(state, pending_devices=frozenset("bc")), 1.0, set("bcd")) == CohortSelected(
+        0, 0, ("d",), deadline_s=30.0
+    )  # its own pace, and half of it to spare
+
+
+# -- mode -----------------------------------------------------------------------------------------
+
+
+def workload(flops_per_s: float | None) -> DeviceWorkload:
+    points = () if flops_per_s is None else (OperatingPoint(name="p", flops_per_s=flops_per_s),)
+    work = WorkEstimate(flops_per_example=1e9)
+    return DeviceWorkload(work, replace(plain.profile(), points=points))
+
+
+@pytest.mark.parametrize(
+    ("speeds", "cohort", "mode", "reason"),
+    [
+        ([1e9] * 6, {}, "synchronous", "takes 1.0 times as long .* 0.6 times as many"),
+        ([1e9, 1e9, 1e9, 1e8], {}, "buffered", "takes 10.0 times as long"),
+        ([1e9, 1e9, 1e9, 1e8], {"quorum": 0.5}, "synchronous", "with a deadline of 1.0 times"),
+        ([1e9, None], {}, "synchronous", "no profile predicts the duration of a task on d1"),
+    ],
+)
+def test_the_mode_follows_from_the_predicted_durations(speeds, cohort, mode, reason):
+    settings = CohortSettings(mode="auto", **{"size": 2, **cohort})
+    choice = buffering.choose_mode(settings, {f"d{index}": workload(speed) for index, speed in enumerate(speeds)})
+    assert choice.mode == mode
+    assert re.search(reason, choice.reason)
+
+
+def test_the_rates_are_those_of_a_count_by_hand():
+    cohort = CohortSettings(mode="auto", size=1, staleness=StalenessSettings("constant", max=1000))
+    assert buffering.best_synchronous_rate(cohort, [1.0, 10.0]) == (0.2, 10.0)
+    one = replace(cohort, concurrency=1)
+    assert buffering.best_synchronous_rate(one, [1.0, 10.0]) == (pytest.approx(1 / 5.5), 10.0)
+    assert buffering.best_synchronous_rate(replace(one, quorum=0.5), [1.0, 10.0]) == (0.5, 1.0)
+    assert buffering.simulate_buffered_rate(cohort, [1.0, 10.0]) == pytest.approx(1.1, rel=0.01)
+    assert buffering.simulate_buffered_rate(one, [2.0, 2.0]) == pytest.approx(0.5)
+    hinge = StalenessSettings("hinge", a=1.0, b=0)  # each update but the first is one commit old and counts half
+    late = replace(cohort, staleness=hinge)
+    assert buffering.simulate_buffered_rate(late, [1.0, 1.0]) == pytest.approx(1.0, rel=0.01)
+
+
+def test_the_mode_is_chosen_once():
+    state = buffered_state(mode="auto", min_devices=2)
+    speeds = {"a": 1e9, "b": 1e9, "c": 1e8}
+
+    def decide(state: JobState, online: str) -> object:
+        return decide_event(state, 0.0, set(online), lambda device: workload(speeds[device]))
+
+    assert not state.is_buffered
+    assert decide(state, "a") is None
+    choice = decide(state, "abc")
+    assert isinstance(choice, ModeChosen)
+    assert choice.mode == "buffered"
+    state = apply_events(state, choice)
+    assert state.is_buffered
+    assert isinstance(decide(state, "abc"), CohortSelected)
+    assert event_messages.format_single_event(choice) == [f"buffered rounds: {choice.reason}"]
+
+
 def test_a_job_ends_while_devices_are_at_work():
     state = play(buffered_state(rounds=1), "+abc", "a0", "b0", "!")
     assert decide_event(state, 1.0, set("abc")) == JobEnded("done", "")
@@ -132,7 +261,6 @@ def test_tasks_keep_their_version_over_commits():
     assert state.earlier_versions == {"c": TaskVersion(0, 0, STATES[0])}
     assert state.task_version("a") == TaskVersion(1, 0, STATES[1])
     state = play(state, "a1", "c0")
-    assert state.staleness(state.accepted_updates["c"]) == 1
     assert state.earlier_versions.keys() == {"c"}  # the commit needs its state
     state = apply_events(state, UpdateLost(1, "c", "damaged"))
     assert state.task_version("c") == TaskVersion(0, 0, STATES[0])
@@ -241,13 +369,15 @@ def test_a_late_learngene_is_mixed_into_the_layers_of_its_cluster():
     ("changes", "problem"),
     [
         ({"cohort": {"size": 0}}, "needs size"),
+        ({"cohort": {"mode": "auto", "size": 0}}, 'mode = "auto" needs size'),
         ({"cohort": {"over_select": 0.5}}, "has no over_select"),
-        ({"cohort": {"deadline": "predicted"}}, 'takes deadline = "fixed", not .predicted.'),
+        ({"cohort": {"deadline": "energy"}}, 'has no rounds to plan by deadline = "energy"'),
         ({"cohort": {"staleness": {"function": "constant", "a": 1.0}}}, "staleness.a and b only for other functions"),
         ({"cohort": {"staleness": {"b": 3}}}, "staleness.a and b only for other functions"),
         ({"cohort": {"staleness": {"max": -1}}}, "cohort.*max"),
-        ({"cohort": {"mode": "synchronous", "concurrency": 3}}, 'concurrency: only mode = "buffered" heeds it'),
-        ({"cohort": {"mode": "synchronous", "staleness": {"max": 3}}}, 'staleness: only mode = "buffered" heeds it'),
+        ({"cohort": {"mode": "synchronous", "concurrency": 3}}, "concurrency has no effect without mode"),
+        ({"cohort": {"mode": "synchronous", "fair": "contributions"}}, "fair has no effect without mode"),
+        ({"cohort": {"mode": "synchronous", "staleness": {"max": 3}}}, "staleness has no effect without mode"),
         ({"check": {"every": 2}}, "has no rounds in which devices evaluate"),
         ({"method": "scaffold"}, "scaffold combines only updates of one state"),
         ({"method": "fedstitch"}, "fedstitch combines only updates of one state"),
@@ -267,6 +397,6 @@ def test_the_methods_that_run_buffered_are_those_that_average_models_or_mix_laye
 
 def test_a_site_is_not_selected():
     snapshot = DeviceSnapshot(True, replace(plain.profile(), engines=("numpy",), site_device_count=3))
-    for mode, code in (("buffered", "site"), ("synchronous", None)):
+    for mode, code in (("buffered", "site"), ("auto", "site"), ("synchronous", None)):
         cohort = settings.CohortSettings(mode=mode, size=2)  # type: ignore[arg-type]
         assert ineligibility_code(snapshot, JobRequirements(("numpy",), cohort)) == code

@@ -21,13 +21,8 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.jobs.retention import GarbageCollector
 from fedquilt.coordinator.rounds.decisions import decide_event
 from fedquilt.coordinator.rounds.events import JobEnded, JobStarted, RoundCommitted
-from fedquilt.coordinator.rounds.job_state import (
-    JobState,
-    ResourceUsage,
-    apply_event,
-    describe_reached_limit,
-    describe_unmetered_tasks,
-)
+from fedquilt.coordinator.rounds.job_limits import ResourceUsage, describe_reached_limit, describe_unmetered_tasks
+from fedquilt.coordinator.rounds.job_state import JobState, apply_event
 from fedquilt.coordinator.settings import JobLimits
 from fedquilt.coordinator.storage import backup
 from fedquilt.coordinator.storage.store import Store

@@ -24,6 +24,7 @@ from fedquilt.coordinator.rounds.events import (
     JobEnded,
     JobResumed,
     JobStarted,
+    ModeChosen,
     NoteRecorded,
     RoundClosed,
     RoundCommitted,
@@ -41,6 +42,7 @@ from fedquilt.core import JobError, OperatingPoint, Profile, Usage, WorkEstimate
 
 FACTS: tuple[AnyEvent, ...] = (
     JobStarted(BLOB),
+    ModeChosen(0, "buffered", "x"),
     EligibilityRecorded(0),
     CohortSelected(0, 0, ("a",)),
     TaskDeclined(0, "a", "x", "y"),

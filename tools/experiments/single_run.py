@@ -45,7 +45,7 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     real_s: float  # on this machine, without evaluation
     down_bytes: int
     up_bytes: int
-    energy_j: float | None
+    energy_j: float | None  # of all tasks, also of those without an update
     metric: str = "accuracy"  # a key of `fedquilt.metrics.METRICS`
 
     @property
@@ -105,10 +105,10 @@ def run_seed(
             costs.add_rounds(simulation.rounds[costs.rounds :])
             rounds_done = simulation.completed_rounds
             if evaluate_first and not rounds_done and not marks and simulation.can_evaluate:
-                marks.append(costs.make_evaluation_point(0, judge.evaluate(simulation, backend, shares=False)))
+                marks.append(costs.make_evaluation_point(simulation, judge.evaluate(simulation, backend, shares=False)))
             if is_evaluation_due(simulation, every) and (not marks or marks[-1].rounds < rounds_done):
                 marks.append(
-                    costs.make_evaluation_point(rounds_done, judge.evaluate(simulation, backend, shares=bool(every)))
+                    costs.make_evaluation_point(simulation, judge.evaluate(simulation, backend, shares=bool(every)))
                 )
             refusals.update(simulation.decline_reasons)
             figures.update(observe_run(simulation, backend))
@@ -183,7 +183,7 @@ class _CumulativeCost:
             self.down_bytes += round.down_bytes
             self.up_bytes += round.up_bytes
 
-    def make_evaluation_point(self, rounds_done: int, result: EvaluationResult) -> EvaluationPoint:
+    def make_evaluation_point(self, simulation: Simulation, result: EvaluationResult) -> EvaluationPoint:
         held = result.held
         metric_source = result.test or held
         return EvaluationPoint(
@@ -193,7 +193,12 @@ class _CumulativeCost:
             mean=None if held is None else held.mean,
             worst_decile=None if held is None else held.worst_decile,
             with_priors=None if held is None else held.with_priors,
-            **{**vars(self), "rounds": rounds_done},
+            rounds=simulation.completed_rounds,
+            seconds=self.seconds,
+            real_s=self.real_s,
+            down_bytes=self.down_bytes,
+            up_bytes=self.up_bytes,
+            energy_j=_add_known(self.energy_j, simulation.fleet.wasted_j),
         )
 
 

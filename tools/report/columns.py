@@ -31,6 +31,7 @@ DEVICE_COLUMNS: Final = (
     "device",
     "tasks",  # with an aggregated update
     "declined",  # refused tasks and refused updates
+    "staleness",  # in buffered mode: mean number of commits since the states of its updates
     "examples",
     "seconds",  # in tasks
     "joules",  # gross, or None without a meter
@@ -125,6 +126,7 @@ def make_device_columns(summary: RunSummary, job: JobSettings, scores: RunScores
                 "device": name,
                 "tasks": device_cost.tasks,
                 "declined": device_cost.declined,
+                "staleness": device_cost.mean_staleness if summary.state.is_buffered else None,
                 "examples": int(device_cost.examples),
                 "seconds": device_cost.wall_s,
                 "joules": device_cost.energy_j,

@@ -334,10 +334,12 @@ def make_device_section(run: RunData) -> PageSection | None:
     if not costs:
         return None
     held_out_values = {name: score.value for name, score in run.summary.scores.items()}
+    is_buffered = run.summary.state.is_buffered
     rows = [
         [
             name,
             *_format_device_cells(cost),
+            *(run_summary.format_contribution(cost, run.summary.total) if is_buffered else []),
             *(
                 [_format_value(_find_main_metric(run).name, held_out_values[name]) if name in held_out_values else "-"]
                 if held_out_values
@@ -347,6 +349,7 @@ def make_device_section(run: RunData) -> PageSection | None:
         for name, cost in costs.items()
     ]
     head = ["device", "tasks", "refused", "s per task", "J", "J above idle", "peak memory", "down", "up"]
+    head += ["share of updates", "commits old, mean"] if is_buffered else []
     head += [f"last {_find_main_metric(run).title}"] if held_out_values else []
     drawn = dict(sorted(costs.items(), key=lambda item: -(item[1].energy_j or 0.0))[:MAX_BARS])
     notes = [] if len(drawn) == len(costs) else [f"Drawn: {len(drawn)} of {len(costs)} devices."]

@@ -8,9 +8,11 @@ tasks.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from fedquilt.core import Examples
+from fedquilt.core import Examples, derive_seed
 
 
 @dataclass(frozen=True)
@@ -18,3 +20,9 @@ class DeviceData:
     device: str
     train: Examples
     held_out: Examples
+
+
+def draw_devices(seed: int, purpose: str, share: float, devices: Collection[str]) -> list[str]:
+    """Return a share of the devices, rounded up, drawn by the seed and the purpose."""
+    count = math.ceil(share * len(devices) - 1e-9)
+    return sorted(devices, key=lambda device: derive_seed(seed, purpose, device))[:count]

@@ -16,7 +16,6 @@ honest.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +27,9 @@ import numpy as np
 from fedquilt import metrics
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.settings import AdversarySettings, JobSettings
-from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, Examples, Method, Task, derive_seed
+from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, Examples, Method, Task
 from fedquilt.edge_agent.task.protocol import WorkRequest
+from fedquilt.tools.simulation import draw_devices
 
 # Key in `WorkRequest.data` of the attack and, for "inner_product", of the file with the honest mean.
 ATTACK_KEY: Final = "adversary"
@@ -40,8 +40,7 @@ def choose_adversaries(job: JobSettings, devices: Collection[str]) -> frozenset[
     settings = job.fleet.adversaries
     if settings is None:
         return frozenset()
-    count = math.ceil(settings.share * len(devices) - 1e-9)
-    return frozenset(sorted(devices, key=lambda device: derive_seed(job.seed, "adversary", device))[:count])
+    return frozenset(draw_devices(job.seed, "adversary", settings.share, devices))
 
 
 def make_attack_data(settings: AdversarySettings) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from fedquilt.coordinator.settings import (
     JobSettings,
     create_initial_state,
     require_matching_bundle,
-    require_no_adversaries,
+    require_no_simulated_faults,
 )
 from fedquilt.coordinator.storage.store import Origin, Store
 from fedquilt.coordinator.views.terminal import VIRTUAL_FORMAT, Console, run_coordinator
@@ -159,7 +159,7 @@ class FleetPlan:
 
 def run_fleet_on_broker(plan: FleetPlan, broker: Mapping[str, Any] | None, *, verbose: bool = False) -> tuple[str, str]:
     """Run agents as processes and a coordinator here. Return the run id and its final status."""
-    require_no_adversaries(plan.job)
+    require_no_simulated_faults(plan.job)
     if plan.job.fleet.links:
         raise JobError("[fleet] links need a simulated broker: remove them, or use --link memory")
     if broker is not None and broker.get("cert"):
@@ -197,7 +197,7 @@ def run_fleet_virtually(
 
     Nothing is flushed to disk: files survive a killed process, but possibly not a power failure.
     """
-    require_no_adversaries(plan.job)
+    require_no_simulated_faults(plan.job)
     broker = MemoryBroker()
     with Store(plan.home, durable=False) as store:
         if not store.acquire_lock():

@@ -42,6 +42,7 @@ from fedquilt.edge_agent.task_runner import TaskRunner
 
 TELEMETRY_S: Final = 30.0  # interval of readings of a board with sensors, the default of agents
 ONLINE_PRESENCE: Final = wire.Presence(online=True, boot="simulated-1", seq=1)
+OFFLINE_PRESENCE: Final = wire.Presence(online=False, boot="simulated-1", seq=2)
 UPDATE_SUFFIX: Final = ".update"  # of the file with an unacknowledged update that has left private state
 NEXT_STATE_SUFFIX: Final = ".next"  # of the file with that private state
 
@@ -115,6 +116,7 @@ class FleetDevice:
             self._fleet.queue_message(self.name, update)
 
     def discard_update(self, update: Update) -> None:
+        self._fleet.wasted_j += update.usage.energy_j or 0.0
         self._fleet.unacknowledged_updates.pop((self.name, (update.job, update.round)), None)
         self._finish_private_state(accepted=False)
 
@@ -254,6 +256,7 @@ class SimulatedFleet:
         folder: Folder for private state, caches and task outputs of the devices.
         extra_specs: Devices outside of the fleet, for `make_extra_request` alone.
         offline: Devices of the fleet that are offline at first.
+        failure_times_s: Times at which devices go offline for good, by device.
     """
 
     outage = BrokerOutage()  # no outage: simulated devices are always reachable
@@ -265,10 +268,13 @@ class SimulatedFleet:
         folder: Path,
         extra_specs: Mapping[str, DeviceSpec] | None = None,
         offline: Collection[str] = (),
+        failure_times_s: Mapping[str, float] = {},
     ) -> None:
         self.blob_store, self.folder = blob_store, folder
         self.specs = {spec.device: spec for spec in specs}
         self.now_s = 0.0
+        self.wasted_j = 0.0  # of tasks that were cancelled or whose updates were discarded
+        self._failures = sorted((time_s, device) for device, time_s in failure_times_s.items())
         self._devices: dict[str, FleetDevice] = {}
         self._inbox: deque[ExecutorInput] = deque()
         self._due_times: list[tuple[float, str]] = []
@@ -303,6 +309,17 @@ class SimulatedFleet:
             if name in self._offline:
                 self._offline.remove(name)
                 self._inbox += [(name, ONLINE_PRESENCE), (name, self.profile(name))]
+
+    def _fail_due_devices(self, now_s: float) -> None:
+        while self._failures and self._failures[0][0] <= now_s:
+            name = self._failures.pop(0)[1]
+            self._offline.add(name)
+            self._working_devices.pop(name, None)
+            self._changed_devices.pop(name, None)
+            if (device := self._devices.pop(name, None)) is not None:
+                self.wasted_j += device.worker.energy_so_far_j(now_s)
+                device.discard_outputs()
+            self._inbox.append((name, OFFLINE_PRESENCE))
 
     @property
     def waiting_requests(self) -> list[WorkRequest]:
@@ -350,6 +367,7 @@ class SimulatedFleet:
         """Yield all messages up to `now_s`. Due devices run whenever no message is left."""
         self.now_s = now_s
         self._blob_paths.clear()
+        self._fail_due_devices(now_s)
         while True:
             while self._inbox:
                 yield self._inbox.popleft()
@@ -368,7 +386,8 @@ class SimulatedFleet:
         if self._inbox:
             return now_s
         self._update_due_times()
-        return self._due_times[0][0] if self._due_times else math.inf
+        failure_s = self._failures[0][0] if self._failures else math.inf
+        return min(self._due_times[0][0], failure_s) if self._due_times else failure_s
 
     def send_task(self, device: str, task: Task, now_s: float) -> None:
         if device in self._offline:
@@ -379,6 +398,7 @@ class SimulatedFleet:
 
     def cancel_task(self, device: str) -> None:
         if device in self._devices:
+            self.wasted_j += self._devices[device].worker.energy_so_far_j(self.now_s)
             self._feed_event(self._devices[device], state_machine.TaskCancelled(), self.now_s)
             self._devices[device].discard_outputs()
 

@@ -6,6 +6,7 @@ and limits are those of a real run, and an interrupted run resumes. `run` runs t
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,14 +33,14 @@ from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import FleetSettings, JobSettings, required_packages
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import job_blobs
-from fedquilt.core import Device, DeviceUpdate, EvaluationSums, JobError, Method, Task, Tensors
+from fedquilt.core import Device, DeviceUpdate, EvaluationSums, JobError, Method, Task, Tensors, derive_seed
 from fedquilt.edge_agent import devices as boards
 from fedquilt.edge_agent import engines, state_machine
 from fedquilt.edge_agent.power.governor import GovernorPolicy
 from fedquilt.edge_agent.settings import parse_size
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.formats import job_bundle
-from fedquilt.tools.simulation import adversaries
+from fedquilt.tools.simulation import adversaries, draw_devices
 from fedquilt.tools.simulation.fleet import DeviceSpec, SimulatedFleet
 
 if TYPE_CHECKING:
@@ -120,7 +121,12 @@ class Simulation:
         self.devices_folder = home / "agents" / self.run  # stored state of another run would affect this run
         newcomer = DeviceSpec(NEWCOMER, lambda: boards.create_device("x86-host"), newcomer_capabilities)
         self.fleet = SimulatedFleet(
-            self._make_specs(create_board), self._store.blob_store, self.devices_folder, {NEWCOMER: newcomer}, offline
+            self._make_specs(create_board),
+            self._store.blob_store,
+            self.devices_folder,
+            {NEWCOMER: newcomer},
+            offline,
+            draw_failure_times(job, held_out_counts, sum(round.duration_s for round in self.rounds)),
         )
         self._server = Server(self.fleet, self._store, self._observe_event, self.run, load_method, poll_s=POLL_S)
         self._wall_start_s, self._virtual_start_s = time.perf_counter(), 0.0
@@ -361,6 +367,15 @@ def _make_round(
         devices_metrics={update.device: update.metrics for update in updates},
         cpu_s=sum(update.usage.cpu_s for update in updates),
     )
+
+
+def draw_failure_times(job: JobSettings, devices: Collection[str], elapsed_s: float = 0.0) -> dict[str, float]:
+    """Return the virtual seconds from now until each device of [fleet] failures goes offline for good."""
+    if (settings := job.fleet.failures) is None:
+        return {}
+    failing_devices = draw_devices(job.seed, "failure", settings.share, devices)
+    rng = random.Random(derive_seed(job.seed, "failure times"))
+    return {device: settings.within_s * rng.random() - elapsed_s for device in failing_devices}
 
 
 def choose_job_engine(job: JobSettings, method: Method) -> str:

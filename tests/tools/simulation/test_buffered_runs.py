@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ import pytest
 from simulated_fleets import Fleet, read_events
 
 from fedquilt.arrays import tensors
-from fedquilt.coordinator.rounds.events import CohortSelected, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.rounds.events import CohortSelected, ModeChosen, RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.tools.simulation import run
-from fedquilt.tools.simulation.simulated_job import Simulation
+from fedquilt.tools.simulation.simulated_job import Simulation, draw_failure_times
 
 BOARDS = ["jetson-nano", "jetson-tx2", "jetson-orin-nano", "raspberry-pi-5"]  # 27, 14, 3 and 4 s for a task
 COHORT = {"mode": "buffered", "size": 2}
@@ -151,6 +152,51 @@ def test_concurrency_and_staleness_are_kept(fleet: Fleet) -> None:
             at_work.remove(event.update.device)
         at_work -= set(getattr(event, "devices", ())) if type(event).__name__ == "TasksCancelled" else set()
         assert len(at_work) <= 3
+
+
+@pytest.mark.parametrize(("fair", "bound"), [("off", 0.2), ("contributions", 0.5)])
+def test_a_slow_device_has_half_as_many_updates_as_any_other_if_fair(fleet: Fleet, fair: str, bound: float) -> None:
+    table = {"rounds": 40, "fleet": {"devices": 4, "boards": BOARDS}}
+    simulation, backend = fleet.begin(devices=4, cohort={"mode": "buffered", "size": 1, "fair": fair}, **table)
+    for _ in run.run_rounds(simulation, backend):
+        pass
+    counts = Counter(event.update.device for event in read_events(simulation, UpdateAccepted))
+    assert sum(counts.values()) == 40
+    ratio = (min(counts.values()) + 1) / max(counts.values())  # a task may be open at the end
+    assert (ratio >= bound) == (fair == "contributions")
+
+
+def test_devices_go_offline_for_good_and_their_joules_are_counted(fleet: Fleet) -> None:
+    failures = {"share": 0.3, "within_s": 60.0}
+    table = {"rounds": 30, "fleet": {"devices": 6, "boards": BOARDS, "failures": failures}}
+    simulation, backend = fleet.begin(devices=6, cohort=COHORT, **table)
+    times_s = draw_failure_times(simulation.job, simulation.held_out_counts)
+    assert len(times_s) == 2
+    assert max(times_s.values()) < 60
+    last_update_s = dict[str, float]()
+    for _ in run.run_rounds(simulation, backend):
+        last_update_s |= dict.fromkeys(simulation.rounds[-1].devices if simulation.rounds else (), simulation.now_s)
+    assert simulation.status == "done"
+    assert all(last_update_s.get(device, 0.0) <= time_s for device, time_s in times_s.items())
+    assert simulation.fleet.wasted_j > 0
+    assert draw_failure_times(simulation.job, simulation.held_out_counts, 10.0) == {
+        device: time_s - 10 for device, time_s in times_s.items()
+    }
+
+
+def test_a_resumed_job_keeps_its_mode(fleet: Fleet) -> None:
+    for mode, boards in (("buffered", BOARDS), ("synchronous", BOARDS[:1])):
+        table = {"rounds": 6, "cohort": {**COHORT, "mode": "auto"}, "fleet": {"devices": 6, "boards": boards}}
+        simulation, backend = fleet.begin(devices=6, home=mode, **table)
+        for current in run.run_rounds(simulation, backend):
+            if len(current.rounds) >= 2:
+                break
+        simulation.__exit__()
+        simulation, backend = fleet.begin(devices=6, home=mode, **table)
+        for _ in run.run_rounds(simulation, backend):
+            pass
+        assert simulation.status == "done"
+        assert [event.mode for event in read_events(simulation, ModeChosen)] == [mode]
 
 
 def test_states_that_no_task_needs_are_deleted(fleet: Fleet) -> None:

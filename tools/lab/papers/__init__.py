@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from fedquilt.tools.experiments.tables import confidence_interval
 from fedquilt.tools.lab.papers import cells
 from fedquilt.tools.lab.papers import grid as grids
 from fedquilt.tools.lab.papers.cells import GridCell, read_value
-from fedquilt.tools.lab.papers.grid import ClaimSpec, Grid, GridColumn, GridTable
+from fedquilt.tools.lab.papers.grid import ClaimSpec, Grid, GridColumn, GridRow, GridTable
 
 CACHE_FOLDER: Final = Path("fedquilt-compare")
 
@@ -165,10 +166,13 @@ def make_result(
                 "runs": [],
             },
         )
-        run = runs.get(cell.case)
+        run, target = runs.get(cell.case), find_target(cell, grid, cells, runs)
         entry["runs"].append(msgspec.to_builtins(run))
         for key, values in entry["values"].items():
-            values.append(None if run is None else read_value(run, key, cell.target))
+            has_target = key not in TO_TARGET or target is not None
+            values.append(read_value(run, key, target) if run is not None and has_target else None)
+    for rows in columns.values():
+        rows |= {name: pick_best_runs(row, rows) for name, row in grid.rows.items() if row.best_of}
     judged = judge_claims(grid, columns)
     return {
         "table": name,
@@ -179,6 +183,40 @@ def make_result(
         else {},
         "told": {key: verdict for key, (claim, verdict) in judged.items() if claim.told},
     }
+
+
+def find_target(
+    cell: GridCell, grid: Grid, cells: Sequence[GridCell], runs: Mapping[ComparisonCase, SeedRun]
+) -> float | None:
+    """Return the target of a cell: of its column, or with `target_row` a share of that row's last value."""
+    if not grid.target_row or cell.target is None:
+        return cell.target
+    seed = cell.case.settings.seed
+    for other in cells:
+        if (other.column, other.row, other.case.settings.seed) == (cell.column, grid.target_row, seed):
+            value = read_value(runs[other.case], "test") if other.case in runs else None
+            return None if value is None else cell.target * value
+    return None
+
+
+def pick_best_runs(row: GridRow, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the entry of a row with `best_of`: for each seed, the run of these rows with the least `best_by`."""
+    candidates = [rows[name] for name in row.best_of]
+
+    def find_best(index: int) -> Mapping[str, Any]:
+        return min(candidates, key=lambda entry: _infinite_if_none(entry["values"][row.best_by][index]))
+
+    best_entries = [find_best(index) for index in range(len(candidates[0]["runs"]))]
+    values = {
+        key: [entry["values"][key][index] for index, entry in enumerate(best_entries)]
+        for key in candidates[0]["values"]
+    }
+    runs = [entry["runs"][index] for index, entry in enumerate(best_entries)]
+    return {**candidates[0], "values": values, "paper": {}, "runs": runs}
+
+
+def _infinite_if_none(value: float | None) -> float:
+    return math.inf if value is None else value
 
 
 def judge_claims(grid: Grid, columns: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[ClaimSpec, dict[str, Any]]]:
@@ -205,12 +243,21 @@ def judge_claims(grid: Grid, columns: Mapping[str, Mapping[str, Any]]) -> dict[s
 def compute_claim_values(claim: ClaimSpec, row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> list[float]:
     """Return a claim's value for each seed in one column, or [] if a run lacks the value.
 
-    A target never reached counts as one round more than were run. Raise JobError for a percentage of a baseline of 0.
+    A target never reached counts as one round more than were run, or as the seconds or joules of the whole run. Raise
+    JobError for a percentage of a baseline of 0.
     """
 
     def get_values(row: Mapping[str, Any]) -> list[float | None]:
-        unreached = row["rounds"] + 1 if claim.value == "rounds_to" else None
-        return [unreached if value is None else value for value in row["values"][claim.value]]
+        values = row["values"][claim.value]
+        return [get_value_at_end(row, index) if value is None else value for index, value in enumerate(values)]
+
+    def get_value_at_end(row: Mapping[str, Any], index: int) -> float | None:
+        if claim.value == "rounds_to":
+            return int(row["rounds"]) + 1
+        if claim.value not in TO_TARGET or row["runs"][index] is None:
+            return None
+        marks = row["runs"][index]["marks"]
+        return marks[-1][claim.value.removesuffix("_to")] if marks else None
 
     values = get_values(row)
     baseline_values = [0.0] * len(values) if baseline is None else get_values(baseline)
@@ -264,7 +311,7 @@ def format_result(grid: Grid, result: Mapping[str, Any]) -> list[str]:
         shown = [
             shown_column
             for shown_column in grid.show
-            if shown_column.value == "rounds_to"
+            if shown_column.value in TO_TARGET
             or any(_has_value(row["values"][shown_column.value]) for row in rows.values())
         ]
         cells = [["", *(shown_column.title for shown_column in shown)]]
@@ -303,7 +350,7 @@ def _format_cell(column: GridColumn, row: Mapping[str, Any]) -> str:
     values, paper = row["values"][column.value], row["paper"].get(column.value)
     measured = (
         format_spread(values, column.scale, column.digits, column.each)
-        if _has_value(values) or column.value == "rounds_to"
+        if _has_value(values) or column.value in TO_TARGET
         else ""
     )
     if paper is None:

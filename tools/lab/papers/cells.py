@@ -22,13 +22,13 @@ from fedquilt.coordinator.settings import JobSettings
 from fedquilt.core import Examples, Fit, JobError, Tensors
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
-from fedquilt.formats import toml
+from fedquilt.formats import job_bundle, toml
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.experiments import comparison, run_cache, single_run
 from fedquilt.tools.experiments.comparison import ComparisonCase
 from fedquilt.tools.experiments.single_run import SeedRun
 from fedquilt.tools.experiments.single_run import run_seed as play_job
-from fedquilt.tools.lab.papers.grid import NETWORK, Grid, GridRow, PretrainSettings, merge_tables
+from fedquilt.tools.lab.papers.grid import NETWORK, TO_TARGET, Grid, GridRow, PretrainSettings, merge_tables
 from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation.simulated_job import UNLIMITED_BYTES, choose_job_engine
 
@@ -73,13 +73,15 @@ def make_cells(
         for column in columns:
             points = grid.columns[column]
             for name, row in grid.rows.items():
+                if row.best_of:
+                    continue
                 job = grid.make_job(points, row, seed, rounds)
                 with toml.prefix_errors(f"{source}, row {name!r}"):
                     settings.parse_job(job)
                 pretrain = [grid.pretrain, *(point.pretrain for point in points), row.pretrain]
                 targets = [point.target for point in points if point.target is not None]
                 planned.append((column, name, job, [None, *filter(None, pretrain)][-1], row, [None, *targets][-1]))
-    bundles = make_bundles([(job, pretrain) for _, _, job, pretrain, _, _ in planned], out)
+    bundles = make_bundles([(job, pretrain) for _, _, job, pretrain, _, _ in planned], out, grid.flops)
     cells = []
     for (column, name, job, _, row, target), folder in zip(planned, bundles, strict=True):
         network = {key: value for key, value in job.get("model", {}).items() if key not in WEIGHT_KEYS}
@@ -94,10 +96,12 @@ def make_cells(
     return cells
 
 
-def make_bundles(jobs: Sequence[tuple[Mapping[str, Any], PretrainSettings | None]], out: Path) -> list[Path]:
+def make_bundles(
+    jobs: Sequence[tuple[Mapping[str, Any], PretrainSettings | None]], out: Path, flops: float = 0.0
+) -> list[Path]:
     """Make the bundles of jobs, with pretraining if requested, and return their folders.
 
-    Cached bundles are reused.
+    Cached bundles are reused. With `flops`, times and joules are those of a network with so many FLOPs per example.
     """
     todo: dict[Path, tuple[Any, ...]] = {}
     folders = []
@@ -109,7 +113,7 @@ def make_bundles(jobs: Sequence[tuple[Mapping[str, Any], PretrainSettings | None
             pretrain = msgspec.structs.replace(pretrain, data={"seed": job["seed"], **pretrain.data})
         needs_data = table.get("input", {}).get("standardise")  # the bundle depends on the data
         bundle_inputs = [table.get(part) for part in (*NETWORK, *(["data"] if needs_data else []))]
-        key: list[Any] = [bundle_inputs, msgspec.to_builtins(pretrain), job["seed"] if pretrain else 0]
+        key: list[Any] = [flops, bundle_inputs, msgspec.to_builtins(pretrain), job["seed"] if pretrain else 0]
         key += [
             run_cache.compute_code_digest(),
             *(run_cache.compute_content_digest(Path(file)) for file in _list_named_files(key)),
@@ -117,13 +121,15 @@ def make_bundles(jobs: Sequence[tuple[Mapping[str, Any], PretrainSettings | None
         folder = out / "starts" / hashlib.sha256(msgspec.json.encode(key, order="sorted")).hexdigest()[:24]
         folders.append(folder / "bundle")
         if not (folder / "bundle" / "bundle.json").exists():
-            todo[folder] = (table, pretrain, folder)
+            todo[folder] = (table, pretrain, folder, flops)
     for _ in comparison.run_in_processes(make_pretrained_bundle, list(todo.values())):
         pass
     return folders
 
 
-def make_pretrained_bundle(table: dict[str, Any], pretrain: PretrainSettings | None, folder: Path) -> None:
+def make_pretrained_bundle(
+    table: dict[str, Any], pretrain: PretrainSettings | None, folder: Path, flops: float = 0.0
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if pretrain is not None:
         _use_one_thread()
@@ -131,6 +137,15 @@ def make_pretrained_bundle(table: dict[str, Any], pretrain: PretrainSettings | N
         file.write_bytes(tensors.encode_tensors(pretrain_weights(table, pretrain)))
         table = merge_tables(table, {"model": {"weights": str(file)}})
     prepare.prepare_and_check(settings.parse_job(table), folder / "bundle")
+    if flops:
+        _replace_flops(folder / "bundle", flops)
+
+
+def _replace_flops(folder: Path, flops: float) -> None:
+    bundle = job_bundle.load_bundle(folder)
+    meta = {key: value for key, value in bundle.meta.items() if key != "layers"} | {"flops": flops}
+    files = {name: (folder / "blobs" / ref.sha256).read_bytes() for name, ref in bundle.files.items()}
+    job_bundle.write_bundle(folder, meta, files)
 
 
 def pretrain_weights(job: Mapping[str, Any], pretrain: PretrainSettings) -> Tensors:
@@ -257,14 +272,15 @@ def find_function(name: str) -> Callable[..., Any]:
 def read_value(run: SeedRun, name: str, target: float | None = None) -> Any:
     """Return a run's value by name, from `figures` or else from the last evaluation, or None if unknown.
 
-    "test@3" is the value of "test" after 3 rounds. "rounds_to" is the number of rounds until "test" reaches the target,
-    or None if it never does.
+    "test@3" is the value of "test" after 3 rounds. "seconds_to" is the value of "seconds" when "test" reaches the
+    target, or None if it never does.
     """
     if name in run.figures:
         return run.figures[name]
-    if name == "rounds_to":
+    if name in TO_TARGET:
         assert target is not None  # as `GridTable.grid` requires
-        return next((mark.rounds for mark in run.marks if mark.test is not None and mark.test >= target), None)
+        points = [mark for mark in run.marks if mark.test is not None and mark.test >= target]
+        return getattr(points[0], name.removesuffix("_to")) if points else None
     key, _, rounds = name.partition("@")
     points = [mark for mark in run.marks if not rounds or mark.rounds == int(rounds)]
     return getattr(points[-1], key, None) if points else None

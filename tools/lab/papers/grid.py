@@ -26,7 +26,8 @@ from fedquilt.tools.experiments.single_run import EvaluationPoint
 HERE: Final = Path(__file__).parent
 DIGITS: Final = Path(__file__).resolve().parents[1] / "demo" / "digits.npz"
 MARK: Final = re.compile(r"\A\$(\w+)(?:/(.+))?\Z")
-VALUES: Final = ("rounds_to", *(name for name in EvaluationPoint.__struct_fields__ if name != "metric"))
+TO_TARGET: Final = ("rounds_to", "seconds_to", "energy_j_to")  # values until "test" reaches the target
+VALUES: Final = (*TO_TARGET, *(name for name in EvaluationPoint.__struct_fields__ if name != "metric"))
 NETWORK: Final = ("model", "input", "labels", "donors", "schedule")  # keys of a job that make its bundle
 
 
@@ -48,7 +49,7 @@ class AxisPoint(GridStruct, frozen=True):
     job: dict[str, Any] = {}  # merged over [job]
     shares: dict[str, float] = {}  # parameter -> its value as a share of the job's rounds
     pretrain: PretrainSettings | None = None
-    target: float | None = None  # value of "test" that ends "rounds_to"
+    target: float | None = None  # value of "test" that ends TO_TARGET, or its share of that of `target_row`
     about: str = ""
     paper: dict[str, dict[str, tuple[float, ...]]] = {}  # row -> value -> mean and deviation, or () for never reached
 
@@ -61,6 +62,8 @@ class GridRow(GridStruct, frozen=True):
     members: tuple[int, ...] = ()  # first device and one past the last, or () for all devices
     away: int = 0  # number of the last devices that are offline at first
     alone: int = 0  # number of devices that run the job, each alone, with mean values; or 0 for all together
+    best_of: tuple[str, ...] = ()  # instead of runs: for each seed, the row of these with the least `best_by`
+    best_by: str = ""  # a name for `cells.read_value`
     play: str = ""  # function of `custom` that runs the row, or "" for a normal run
     paper: dict[str, tuple[float, ...]] = {}  # value -> mean and deviation
 
@@ -108,6 +111,8 @@ class Grid(GridStruct, frozen=True):
     together: bool = True  # train the devices of a small network in one graph
     may_fail: bool = False  # a failed run, as of a model that diverges, leaves its cell without that seed's value
     first: bool = False  # evaluate on the test set also before the first round, as the value "test@0"
+    target_row: str = ""  # row whose last "test" is multiplied by the targets, or "" for absolute targets
+    flops: float = 0.0  # FLOPs of one example for times and joules, or 0 for those of the network
     device: str = ""  # prefix of the devices' names, which seed their random draws, or "" for the names of boards
     observe: str = ""  # function of `custom` that returns further values of a run, or "" for none
     page: str = ""  # page of docs/ with the figures
@@ -142,15 +147,17 @@ class Grid(GridStruct, frozen=True):
 
     @property
     def needs_test_set(self) -> bool:
-        return any(value.partition("@")[0] in ("test", "rounds_to") for value in self.value_names)
+        return any(value.partition("@")[0] in ("test", *TO_TARGET) for value in self.value_names)
 
     @property
     def value_names(self) -> list[str]:
-        return list(dict.fromkeys([*(show.value for show in self.show), *(claim.value for claim in self.claims)]))
+        values = [*(show.value for show in self.show), *(claim.value for claim in self.claims)]
+        return list(dict.fromkeys([*values, *(row.best_by for row in self.rows.values() if row.best_of)]))
 
     def select_rows(self, rows: Sequence[str]) -> Grid:
         """Return the grid with these rows and the claims on them. Raise JobError if a row is unknown."""
         _require_known("row", rows, self.rows)
+        rows = [*rows, *(name for row in rows for name in self.rows[row].best_of)]
         claims = tuple(claim for claim in self.claims if {claim.row, claim.over, claim.of} <= {"", *rows})
         selected = {name: row for name, row in self.rows.items() if name in rows}
         return msgspec.structs.replace(self, rows=selected, claims=claims)
@@ -216,10 +223,14 @@ class GridTable:
                         "the last, such as [0, 5]"
                     )
             for name, points in grid.columns.items():
-                if "rounds_to" in grid.value_names and all(point.target is None for point in points):
+                values_to_target = [value for value in grid.value_names if value in TO_TARGET]
+                if values_to_target and all(point.target is None for point in points):
                     column = f"column {name!r}" if name else "a table without axes"
                     fix = "write target = 0.9 in [axes.AXIS.POINT]"
-                    raise JobError(f"value 'rounds_to': {column} has no target: {fix}")
+                    raise JobError(f"value {values_to_target[0]!r}: {column} has no target: {fix}")
+            _require_known("target_row", filter(None, [grid.target_row]), grid.rows)
+            for name, row in grid.rows.items():
+                _require_known(f"rows.{name}.best_of", row.best_of, grid.rows)
             for claim in grid.claims:
                 _require_known(f"row of the claim {claim.name!r}", claim.list_rows(grid.rows), grid.rows)
                 _require_known(f"column of the claim {claim.name!r}", claim.columns, grid.columns)

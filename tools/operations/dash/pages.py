@@ -213,6 +213,7 @@ async def load_round_page(watcher: HomeWatcher, query: Query, id: str) -> dict[s
         key=lambda entry: (entry[1].code not in round_outcomes.SELECTED_CODES, entry[1].position or 0, entry[0]),
     )
     page_outcomes, page, pages = _paginate(matching, _parse_integer(query, "page", 1), PAGE_DEVICES)
+    contributions = follower.format_contributions()
     running = round == follower.state.round and follower.state.phase in ("selecting", "open", "closing")
     return {
         "at": time.time(),
@@ -224,7 +225,10 @@ async def load_round_page(watcher: HomeWatcher, query: Query, id: str) -> dict[s
         "found": len(matching),
         "page": page,
         "pages": pages,
-        "devices": [{"device": name, "code": part.code, "text": part.text} for name, part in page_outcomes],
+        "devices": [
+            {"device": name, "code": part.code, "text": part.text, "contribution": contributions.get(name, "")}
+            for name, part in page_outcomes
+        ],
     }
 
 

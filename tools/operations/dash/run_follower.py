@@ -166,6 +166,16 @@ class RunFollower:
             or (wait.text if (wait := wait_reasons.find_round_wait(self.row, state, devices)) is not None else None),
         }
 
+    def format_contributions(self) -> dict[str, str]:
+        """Return the updates of each device as text, in buffered mode, or {} in synchronous mode."""
+        if not self.state.is_buffered:
+            return {}
+        texts = {}
+        for device, cost in self.summary.device_costs().items():
+            share, age = run_summary.format_contribution(cost, self.summary.total)
+            texts[device] = f"{cost.tasks} updates, {share}, {age} commits old on average"
+        return texts
+
     def list_device_rounds(self, device: str) -> list[dict[str, Any]]:
         device_rounds = []
         for number in sorted(self.parts, reverse=True):

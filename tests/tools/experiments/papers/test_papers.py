@@ -105,7 +105,11 @@ def test_without_a_table_they_are_listed(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["table-99"], 2, "unknown table 'table-99': choose one of budgets, class-priors, codecs, fedpews-table2"),
+        (
+            ["table-99"],
+            2,
+            "unknown table 'table-99': choose one of budgets, buffered, class-priors, codecs, fedpews-table2",
+        ),
         (["none.toml"], 2, "cannot read none.toml"),
         (["genefl", "--data", ".", "--columns", "a"], 2, "genefl has one column: leave out --columns"),
         (["fedpews-table2", "--columns", "64k"], 2, "has no column '64k': choose from 32k-1.0"),

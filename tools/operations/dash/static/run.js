@@ -88,7 +88,7 @@ export function page(place, { name, again, ask, session, say }) {
     const choose = (value) => () => { remember({ code: value, page: "", round: query.get("round") }); again(); };
     sync(counts, [{ code: "", text: "all", count: told.counts.reduce((sum, each) => sum + each.count, 0), on: code === "" }, ...told.counts.map((each) => ({ ...each, on: each.code === code }))], (each) => each.code || "all",
       (each) => h("button", { type: "button", class: `code ${each.code}`, "aria-pressed": String(each.on), onclick: choose(each.code) }, `${each.count.toLocaleString("en")} ${each.text}`));
-    sync(body, told.devices, (each) => each.device, (each) => h("tr", {}, h("th", { scope: "row" }, boardLink(each.device)), h("td", { class: "words" }, h("span", { class: `code ${each.code}` }, each.text))));
+    sync(body, told.devices, (each) => each.device, (each) => h("tr", {}, h("th", { scope: "row" }, boardLink(each.device)), h("td", { class: "words" }, h("span", { class: `code ${each.code}` }, each.text), each.contribution ? h("small", {}, ` ${each.contribution}`) : null)));
     pages.show(told.page, told.pages, told.found, "board");
   }
 
