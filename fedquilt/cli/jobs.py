@@ -109,8 +109,8 @@ def simulate(
 ) -> int:
     """Run a job on simulated devices that use the agents' own code, from a job file or from data.
 
-    With data, `simulate` inspects them, writes a job with a network that fits, runs it and writes a report. Data stay
-    on this machine.
+    With data, `simulate` inspects them and writes a job with a network that fits. Data stay on this machine. Each run
+    gets a report, RUN.html.
     """
     is_job = source.endswith(".toml")
     job = Path(source) if is_job else out or Path("job.toml")
@@ -126,8 +126,8 @@ def simulate(
     run, status = _run_job(job, devices, link, home, workers, broker)
     arguments = [*(["--devices", str(devices)] if devices else []), *(["--link", link] if link != "memory" else [])]
     resume_command = shlex.join(["fedquilt", "simulate", str(job), *arguments, *broker.arguments, *workers.arguments])
-    if status == "done" and not is_job:
-        _write_report(home, run, job.with_suffix(".html"))
+    if status == "done" and run:
+        _write_report(home, run, job.with_name(f"{run}.html"))
     return report_end(home, run, status, resume_command)
 
 

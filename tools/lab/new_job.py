@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedquilt import methods
+from fedquilt.coordinator import settings
 from fedquilt.core import JobError, StoreError
 from fedquilt.data import inspection
 from fedquilt.data.inspection import DataInspection
@@ -29,7 +30,9 @@ SEARCH_ROUNDS: Final = 200  # maximum, because a search ends by itself
 BOARDS: Final = ("jetson-nano", "jetson-orin-nano", "raspberry-pi-5", "x86-host")
 DONORS: Final = {"mobilenet": "torchvision/mobilenet_v2", "squeezenet": "torchvision/squeezenet1_1"}  # of images
 REQUIRED_PARAMS: Final = {"fedlps": {"encoder": 0.0}}  # without which a method refuses random weights
-TRAINING: Final = {"batch": 16, "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}  # if the method has these parameters
+TRAINING: Final = {"batch": 16, "lr": 0.05, "momentum": 0.9}  # if the method accepts these parameters
+WEIGHT_DECAY: Final = {"regression": 0.1, "classes": 0.03, "labels": 0.03}  # by task, for few examples
+FEW_EXAMPLES: Final = 400  # up to which noise is learned without a strong weight decay
 STEPS: Final = 10  # of a device per round, reached by the number of epochs
 SMALL_SIDE: Final = 12  # largest image for a fully connected network
 
@@ -61,14 +64,15 @@ class NewJob:
     @property
     def params(self) -> dict[str, Any]:
         """Parameters of the method that differ from its defaults."""
-        required, params_class = REQUIRED_PARAMS.get(self.method, {}), methods.load(self.method).params
+        required = REQUIRED_PARAMS.get(self.method, {})
         batches = math.ceil(self.data.examples * 0.8 / self.devices / TRAINING["batch"])
-        params = {"epochs": max(1, round(STEPS / batches)), **TRAINING, **required}
-        try:
-            params_class(**params)
-        except (TypeError, ValueError):  # SCAFFOLD refuses momentum, and a search has no training parameters
-            return required
-        return params
+        training = {"epochs": max(1, round(STEPS / batches)), **TRAINING, "weight_decay": self.weight_decay}
+        return {**settings.select_shared_params(self.method, training, required), **required}
+
+    @property
+    def weight_decay(self) -> float:
+        largest = WEIGHT_DECAY[self.data.data.get("task", "classes")]
+        return float(f"{largest * min(1, FEW_EXAMPLES / self.data.examples):.2g}")
 
     def list_notes(self) -> list[str]:
         network = ", ".join(f"{key} {value}" for key, value in self.network.items() if key != "name")
