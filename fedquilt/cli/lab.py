@@ -75,16 +75,23 @@ def lab() -> None:
 
 
 @lab.command()
-@options.job_argument
+@options.source_argument
+@options.target_option
 @option("--devices", type=options.POSITIVE, help="Number of devices (default: the job's fleet.devices).")
 @option("--out", type=options.PATH, metavar="FILE.svg", help="File for a drawing with a dot for each device and class.")
 @options.format_option
-def partition(job: Path, devices: int | None, out: Path | None, format: str) -> int:
-    """Show the partition of a job's examples among its devices."""
+def partition(source: str, label: str, devices: int | None, out: Path | None, format: str) -> int:
+    """Show the partition of examples among devices, of a job or of data as `simulate` has it."""
     from fedquilt.tools.report import partition as tool
 
-    with progress.show_progress(f"partitioning the examples of {job}"):
-        return tool.print_counts(home_access.load_job(job), devices, out, format)
+    with progress.show_progress(f"partitioning the examples of {source}"):
+        if source.endswith(".toml"):
+            if label:
+                raise JobError(f"--label requires data, but {source} is a job file: leave it out")
+            return tool.print_counts(home_access.load_job(Path(source)), devices, out, format)
+        from fedquilt.tools.lab import new_job
+
+        return tool.print_counts(new_job.make_simulation_settings(source, label, devices), devices, out, format)
 
 
 @lab.command()

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 from fedquilt import methods
 from fedquilt.coordinator import settings
+from fedquilt.coordinator.settings import JobSettings
 from fedquilt.core import JobError, StoreError
 from fedquilt.data import inspection
 from fedquilt.data.inspection import DataInspection
@@ -187,6 +189,19 @@ def _require_same_or_absent(file: Path, payload: bytes) -> None:
 def inspect_source(source: str, label: str) -> DataInspection:
     """Return what a path, a data set's name or "digits" contains. `label` is the column of labels."""
     return inspection.inspect_data(str(find_digits()) if source == DIGITS else source, label)
+
+
+def plan_simulation(path: Path, source: str, label: str = "", devices: int | None = None) -> NewJob:
+    """Return the job of `fedquilt simulate` for data, with its own number of devices by default."""
+    data = inspect_source(source, label)
+    return NewJob(path, data, "fedavg", devices or choose_devices(data), ROUNDS)
+
+
+def make_simulation_settings(source: str, label: str, devices: int | None) -> JobSettings:
+    with tempfile.TemporaryDirectory() as folder:
+        job = plan_simulation(Path(folder, "job.toml"), source, label, devices)
+        job.write()
+        return settings.load_job(job.path)
 
 
 def choose_devices(data: DataInspection) -> int:
