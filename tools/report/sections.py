@@ -93,10 +93,10 @@ def make_device_matrix(parts: Mapping[int, Mapping[str, DeviceOutcome]], final: 
 def make_tiles(run: RunData) -> list[tuple[str, str]]:
     total, tiles, title = run.summary.total, [], _find_main_metric(run).title
     if run.scores:
-        tiles.append((_format_value(run.scores[-1].metric, run.scores[-1].value), f"{title} on the test set"))
+        tiles.append((_format_value(run.scores[-1].metric, run.scores[-1].value), f"test {title}"))
     if run.held_out_scores:
         last_score = run.held_out_scores[-1]
-        tiles.append((_format_value(last_score.metric, last_score.weighted), f"{title} on held-out shares"))
+        tiles.append((_format_value(last_score.metric, last_score.weighted), f"held-out {title}"))
         tiles.append((_format_value(last_score.metric, last_score.worst_decile), "worst tenth of the devices"))
     last_point = run.points[-1] if run.points else None
     tiles.append((str(last_point.rounds if last_point else 0), "rounds"))
@@ -239,8 +239,8 @@ def make_timeline_section(run: RunData) -> PageSection | None:
 
 def _make_accuracy_lines(run: RunData, x_by_rounds: Mapping[int, float]) -> list[plots.PlotLine]:
     kinds: dict[str, dict[int, float]] = {
-        "test set": {score.rounds: score.value for score in run.scores},
-        "held-out shares": {score.rounds: score.weighted for score in run.held_out_scores},
+        "test": {score.rounds: score.value for score in run.scores},
+        "held-out": {score.rounds: score.weighted for score in run.held_out_scores},
         "worst tenth": {score.rounds: score.worst_decile for score in run.held_out_scores},
     }
     lines, scale = [], metrics.display_factor(_find_main_metric(run))
