@@ -34,6 +34,7 @@ DONORS: Final = {"mobilenet": "torchvision/mobilenet_v2", "squeezenet": "torchvi
 REQUIRED_PARAMS: Final = {"fedlps": {"encoder": 0.0}}  # without which a method refuses random weights
 TRAINING: Final = {"batch": 16, "lr": 0.05, "momentum": 0.9}  # if the method accepts these parameters
 WEIGHT_DECAY: Final = {"regression": 0.1, "classes": 0.03, "labels": 0.03}  # by task, for few examples
+MIN_EXAMPLES: Final = 2  # of a device
 FEW_EXAMPLES: Final = 400  # up to which noise is learned without a strong weight decay
 STEPS: Final = 10  # of a device per round, reached by the number of epochs
 SMALL_SIDE: Final = 12  # largest image for a fully connected network
@@ -82,7 +83,9 @@ class NewJob:
             choice = f"{self.method} from donors {' and '.join(DONORS)}"
         else:
             choice = f"{self.method} trains {self.network['name']} ({network})"
-        return [*self.data.notes, f"{choice}, {self.rounds} rounds, {self.devices} devices"]
+        is_small_table = "channels" not in self.data.input and self.data.examples < FEW_EXAMPLES
+        few = [f"with {self.data.examples} examples a linear model may do as well"] if is_small_table else []
+        return [*self.data.notes, f"{choice}, {self.rounds} rounds, {self.devices} devices", *few]
 
     def write(self, *, force: bool = False) -> None:
         """Write the job file, and the digits into the same folder if they are the data.
@@ -96,6 +99,10 @@ class NewJob:
             problem = f"examples of {path or self.data.data['dataset']} have shape {self.data.shape}"
             fix = "write your own [[donors]] (docs/jobs.md, examples/series_stitching)"
             raise JobError(f"{self.method} needs donors, which `init` has only for images, but {problem}: {fix}")
+        most_devices = max(1, self.data.examples // MIN_EXAMPLES)
+        if self.devices > most_devices:
+            problem = f"{self.data.examples} examples are too few for {self.devices} devices"
+            raise JobError(f"{path or self.data.data['dataset']}: {problem}: use --devices {most_devices} or fewer")
         text, digits_copy = "\n".join(self._format_lines()) + "\n", self.path.with_name(find_digits().name)
         has_digits = path == str(find_digits())
         if not force:
@@ -179,11 +186,10 @@ class NewJob:
 
 
 def _require_same_or_absent(file: Path, payload: bytes) -> None:
+    run = f"run it by `fedquilt simulate {file}`, " if file.suffix == ".toml" else ""
     with disk.disk_errors(f"read {file}"):
         if file.exists() and file.read_bytes() != payload:
-            raise StoreError(
-                f"{file} exists already with other content: add --force to replace it, or choose another --out"
-            )
+            raise StoreError(f"{file} exists already with other content: {run}add --force, or choose another --out")
 
 
 def inspect_source(source: str, label: str) -> DataInspection:
