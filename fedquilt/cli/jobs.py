@@ -72,7 +72,7 @@ def run(job: Path, home: Path, blobs: options.BlobOptions, broker: options.Broke
 
 @verb()
 @options.source_argument
-@options.target_option
+@options.label_column_option
 @option("--out", type=options.NEW_JOB, help="The job file to write, with data (default: job.toml).")
 @option("--force", is_flag=True, help="Overwrite the job file.")
 @option("--devices", type=options.POSITIVE, help="Number of devices (default: the job's fleet.devices).")
@@ -110,7 +110,9 @@ def simulate(
     else:
         from fedquilt.tools.lab import new_job
 
-        write_job(new_job.plan_simulation(job, source, label, devices), force=force)
+        with progress.show_progress(f"inspecting {source}"):
+            planned_job = new_job.plan_simulation(job, source, label, devices)
+        write_job(planned_job, force=force)
     run, status = _run_job(job, devices, link, home, workers, broker)
     arguments = [*(["--devices", str(devices)] if devices else []), *(["--link", link] if link != "memory" else [])]
     resume_command = shlex.join(["fedquilt", "simulate", str(job), *arguments, *broker.arguments, *workers.arguments])

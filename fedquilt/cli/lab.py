@@ -58,7 +58,9 @@ def init(
         raise StoreError(f"{out} exists already: --force overwrites it, --out names another file")
     method = method or str(_ask("method (`fedquilt methods` lists them)", "fedavg"))
     default_rounds = new_job.choose_rounds(method)
-    inspection = new_job.inspect_source(data or _ask(f"data: a path, or {new_job.DIGITS}", new_job.DIGITS), label)
+    source = data or str(_ask(f"data: a path, or {new_job.DIGITS}", new_job.DIGITS))
+    with progress.show_progress(f"inspecting {source}"):
+        inspection = new_job.inspect_source(source, label)
     devices = devices or int(_ask("devices", new_job.choose_devices(inspection), options.POSITIVE))
     rounds = rounds or int(_ask("rounds", default_rounds, options.POSITIVE))
     jobs.write_job(new_job.NewJob(out, inspection, method, devices, rounds), force=force)
@@ -76,7 +78,7 @@ def lab() -> None:
 
 @lab.command()
 @options.source_argument
-@options.target_option
+@options.label_column_option
 @option("--devices", type=options.POSITIVE, help="Number of devices (default: the job's fleet.devices).")
 @option("--out", type=options.PATH, metavar="FILE.svg", help="File for a drawing with a dot for each device and class.")
 @options.format_option

@@ -170,7 +170,7 @@ source_argument: Final = argument(
     "A job file, or data: a CSV, Parquet or .npz file, a folder of images by class or of IDX files, sklearn/NAME, "
     "torchvision/NAME, or digits, which come with fedquilt.",
 )
-target_option: Final = option(
+label_column_option: Final = option(
     "--label",
     default="",
     show_default=False,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -193,16 +194,26 @@ class Column:
         self._parts: list[np.ndarray] | None = []
 
     def add_values(self, values: Sequence[Any]) -> None:
-        present_values = [value for value in values if not is_missing(value)]
         self.rows += len(values)
-        self.missing += len(values) - len(present_values)
+        numbers = None if self._parts is None else table.parse_numbers(values)
+        if self._parts is not None and numbers is not None:
+            self._parts.append(numbers)
+            self._add_words(values)
+        else:
+            self._add_words_and_gaps(values)
+
+    def _add_words(self, values: Iterable[Any]) -> None:
         if len(self.distinct_words) <= MAX_CATEGORIES:
-            self.distinct_words.update(map(class_word, present_values))
+            self.distinct_words.update(map(class_word, values))
+
+    def _add_words_and_gaps(self, values: Iterable[Any]) -> None:
+        counts = Counter(map(class_word, values))
+        for word in [word for word in counts if is_missing(word)]:
+            self.missing += counts.pop(word)
+        self._add_words(counts)
         if self._parts is not None:
-            try:
-                self._parts.append(np.array([float(value) for value in present_values]))
-            except (TypeError, ValueError):
-                self._parts = None
+            numbers = table.parse_numbers(list(counts.elements()))
+            self._parts = None if numbers is None else [*self._parts, numbers]
 
     @property
     def numbers(self) -> np.ndarray | None:
