@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -397,6 +398,22 @@ def parse_params(job: JobSettings) -> Any:
         with toml.prefix_errors("[params]"):
             plugins.find_plugin(kind_of_plugin, name, training_choices.BUILT_IN_CHOICES[kind_of_plugin])
     return params_type(**values)
+
+
+def select_shared_params(
+    method: str, shared: Mapping[str, Any], own: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the shared parameters that a method has and accepts beside its own, as many as possible."""
+    params_type, own = methods.load(method).params, own or {}
+    known_names = {field.name for field in dataclasses.fields(params_type)}
+    candidates = {key: value for key, value in shared.items() if key in known_names - own.keys()}
+    for count in range(len(candidates), 0, -1):
+        for names in itertools.combinations(candidates, count):
+            selected = {name: candidates[name] for name in names}
+            with contextlib.suppress(JobError):
+                toml.convert_table({**selected, **own}, params_type, "[params]")
+                return selected
+    return {}
 
 
 def supports_engine(method: Method, engine: str | None) -> bool:

@@ -188,9 +188,9 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             packages=("ray[client]>=2.50,<3", "torch"),
         ),
         _apart(
-            "first-results",
-            "eight data sets with the defaults of `simulate`: six within 3 points of scikit-learn",
-            ("tests/first_results.py",),
+            "small-tables",
+            "eight data sets with the job that `simulate` writes, compared with scikit-learn",
+            ("-m", "fedquilt.cli", "lab", "reproduce", "tables"),
             packages=("scikit-learn", "torch"),
         ),
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from fedquilt.coordinator.storage.rows import (
     current_user,
     database_errors,
     encode_lossless,
+    make_run_id,
 )
 from fedquilt.core import DECODE_ERRORS, JobError, StoreError
 
@@ -69,7 +69,7 @@ class RolloutLog:
         """Queue a rollout and return its id. Raise JobError if another rollout of this kind is under way."""
         plan.require_valid()
         now = time.time()
-        id = id or f"{plan.kind}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
+        id = id or make_run_id(plan.kind, now)
         with self._open_transaction():
             for stored in self._load_rollouts_and_errors()[0]:
                 if stored.state.plan.kind == plan.kind and stored.state.is_under_way:

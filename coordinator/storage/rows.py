@@ -13,7 +13,9 @@ from __future__ import annotations
 import getpass
 import hashlib
 import os
+import secrets
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -258,6 +260,10 @@ class JobRow(NamedTuple):
     @property
     def row_checksum(self) -> bytes:
         return checksum(*self)
+
+
+def make_run_id(name: str, now: float) -> str:
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
 
 
 def current_user() -> str:

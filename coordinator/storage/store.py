@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import sqlite3
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -39,6 +38,7 @@ from fedquilt.coordinator.storage.rows import (
     decoded,
     encode_lossless,
     is_served,
+    make_run_id,
     open_read_only,
 )
 from fedquilt.coordinator.storage.snapshots import EVENTS_PER_SNAPSHOT, SnapshotStore
@@ -253,7 +253,7 @@ class Store:
         logs of both runs record the `cause` of a triggered start.
         """
         now = time.time()
-        id = id or f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
+        id = id or make_run_id(job.name, now)
         status = UNAPPROVED if cause and cause.needs_approval else "queued"
         status = ARMED if origin == "run" and job.trigger is not None else status
         settings, submitter = msgspec.json.encode(job).decode(), cause.row.submitter if cause else current_user()

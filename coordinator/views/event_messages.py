@@ -324,11 +324,9 @@ def summarise_run(row: StoredJob | UnreadableRow, store: Store, bytes_by_run: Ma
         except JobError as error:
             problem = str(error)
     cost = CostLedger() if summary is None else summary.total
-    held_out_scores = None if summary is None else summary.last_scores
-    evaluations = scores.read_scores(store.home, row).scores if isinstance(row, StoredJob) else ()
-    value = format_metric(evaluations[-1].metric, evaluations[-1].value) if evaluations else ""
-    if held_out_scores is not None and not evaluations:
-        value = format_metric(held_out_scores.metric, held_out_scores.weighted)
+    results: dict[str, str] = {}
+    if isinstance(row, StoredJob) and summary is not None:
+        results = scores.describe_results(summary, scores.read_scores(store.home, row))
     return {
         "run": row.id,
         "status": store.current_status(row) if isinstance(row, StoredJob) else row.status,
@@ -337,7 +335,8 @@ def summarise_run(row: StoredJob | UnreadableRow, store: Store, bytes_by_run: Ma
         "method": row.job.method if isinstance(row, StoredJob) else None,
         "of": row.job.rounds if isinstance(row, StoredJob) else None,
         "rounds": None if summary is None else summary.completed_rounds,
-        "result": value or None,
+        "held_out": results.get("held_out"),
+        "test": results.get("test"),
         "began": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.created)),
         "problem": problem,
         "energy_j": cost.energy_j,
@@ -366,23 +365,28 @@ STATUS_COLOURS: Final = {
 
 def format_runs(rows: Sequence[dict[str, Any]], width: int | None = None) -> list[str]:
     readable = [row for row in rows if row["problem"] is None]
+    result_names = ["held_out", "test"] if any(row["test"] for row in readable) else ["held_out"]
     cells = [
         [
             row["run"],
             row["status"],
             f"{row['rounds']}/{row['of']}",
-            (row["result"] or "-").removeprefix("accuracy "),
+            *((row[name] or "-").removeprefix("accuracy ") for name in result_names),
             units.format_bytes(row["bytes"]),
-            row["began"][5:16],
         ]
         for row in readable
     ]
     problem_lines = [
         "{run}  {status}  cannot be read: {problem}".format(**row) for row in rows if row["problem"] is not None
     ]
-    head = [["run", "status", "rounds", "result", "disk", "began"]] if readable else []
+    titles = [name.replace("_", "-") for name in result_names]
+    head = [["run", "status", "rounds", *titles, "disk"]] if readable else []
     wait_lines = [f"{row['run']} waits for {row['waits']}" for row in readable if row["waits"]]
-    return [*table.format_table([*head, *cells], "<<>>><", width, STATUS_COLOURS), *problem_lines, *wait_lines]
+    return [
+        *table.format_table([*head, *cells], f"<<{'>' * (2 + len(result_names))}", width, STATUS_COLOURS),
+        *problem_lines,
+        *wait_lines,
+    ]
 
 
 def _format_number(value: float) -> str:

@@ -301,12 +301,6 @@ class RunSummary(msgspec.Struct, frozen=True):
     def committed_rounds(self) -> list[RoundSummary]:
         return [summary for summary in (*self.earlier_rounds.values(), self.running) if summary.is_committed]
 
-    @property
-    def last_scores(self) -> PersonalScores | None:
-        return next(
-            (summary.scores for summary in reversed(self.committed_rounds()) if summary.scores is not None), None
-        )
-
     def round_costs(self) -> dict[int, CostLedger]:
         costs = {summary.number: summary.cost for summary in (*self.earlier_rounds.values(), self.running)}
         return {number: cost for number, cost in sorted(costs.items()) if cost.tasks or cost.declined}

@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
+from fedquilt import metrics
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import StoredJob
-from fedquilt.coordinator.views.run_summary import PersonalScores
+from fedquilt.coordinator.views.run_summary import PersonalScores, RunSummary, progress_points
 from fedquilt.core import DataError, EvaluationSums, JobError
 from fedquilt.data import spec
 from fedquilt.formats import checksummed_json
@@ -114,6 +115,29 @@ def read_scores(home: Path, row: StoredJob) -> RunScores:
         log.warning("%s is damaged (%s): %s", scores_path(home, row.id), error, fix)
         return empty_scores
     return stored if stored.test == empty_scores.test else empty_scores
+
+
+def list_held_out_scores(summary: RunSummary, stored: RunScores) -> list[HeldOutScore]:
+    """Return the evaluations on held-out shares, in rounds and outside of rounds, by completed rounds."""
+    points = progress_points(summary)
+    in_rounds = [HeldOutScore.from_summary(point.rounds, point.personal) for point in points if point.personal]
+    by_rounds = {score.rounds: score for score in (*in_rounds, *stored.held)}
+    return [by_rounds[rounds] for rounds in sorted(by_rounds)]
+
+
+def describe_results(summary: RunSummary, stored: RunScores) -> dict[str, str]:
+    """Return the latest results of a trained model: "held_out" and "test", as far as there are evaluations."""
+    results = {}
+    if held_out := [score for score in list_held_out_scores(summary, stored) if score.rounds]:
+        results["held_out"] = _describe_value(held_out[-1].metric, held_out[-1].weighted)
+    if stored.scores:
+        results["test"] = _describe_value(stored.scores[-1].metric, stored.scores[-1].value)
+    return results
+
+
+def _describe_value(name: str, value: float) -> str:
+    metric = metrics.METRICS[name]
+    return f"{metric.title} {metrics.format_value(metric, value, 1)}"
 
 
 def write_scores(path: Path, scores: RunScores) -> None:

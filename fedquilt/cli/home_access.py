@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedquilt.console import table
-from fedquilt.core import StoreError
+from fedquilt.core import JobError, StoreError
 from fedquilt.host import disk
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ def load_job(path: Path) -> JobSettings:
     from fedquilt.data.spec import DataSpec
     from fedquilt.formats import toml
 
+    if path.suffix != ".toml" and path.is_file():
+        raise JobError(f"{path} is no job file (.toml): `fedquilt init --data {path}` writes one for data")
     job = settings.load_job(path)
     with toml.prefix_errors(str(path)):
         if job.data:

@@ -71,18 +71,8 @@ def run(job: Path, home: Path, blobs: options.BlobOptions, broker: options.Broke
 
 
 @verb()
-@argument(
-    "source",
-    "A job file, or data: a CSV, Parquet or .npz file, a folder of images by class or of IDX files, sklearn/NAME, "
-    "torchvision/NAME, or digits, which come with fedquilt.",
-)
-@option(
-    "--label",
-    default="",
-    show_default=False,
-    metavar="COLUMN",
-    help="Column or array to predict, with data (default: y).",
-)
+@options.source_argument
+@options.label_column_option
 @option("--out", type=options.NEW_JOB, help="The job file to write, with data (default: job.toml).")
 @option("--force", is_flag=True, help="Overwrite the job file.")
 @option("--devices", type=options.POSITIVE, help="Number of devices (default: the job's fleet.devices).")
@@ -109,8 +99,8 @@ def simulate(
 ) -> int:
     """Run a job on simulated devices that use the agents' own code, from a job file or from data.
 
-    With data, `simulate` inspects them, writes a job with a network that fits, runs it and writes a report. Data stay
-    on this machine.
+    With data, `simulate` inspects them and writes a job with a network that fits. Data stay on this machine. Each run
+    gets a report, RUN.html.
     """
     is_job = source.endswith(".toml")
     job = Path(source) if is_job else out or Path("job.toml")
@@ -120,14 +110,14 @@ def simulate(
     else:
         from fedquilt.tools.lab import new_job
 
-        inspection = new_job.inspect_source(source, label)
-        count = devices or new_job.choose_devices(inspection)
-        write_job(new_job.NewJob(job, inspection, "fedavg", count, new_job.ROUNDS), force=force)
+        with progress.show_progress(f"inspecting {source}"):
+            planned_job = new_job.plan_simulation(job, source, label, devices)
+        write_job(planned_job, force=force)
     run, status = _run_job(job, devices, link, home, workers, broker)
     arguments = [*(["--devices", str(devices)] if devices else []), *(["--link", link] if link != "memory" else [])]
     resume_command = shlex.join(["fedquilt", "simulate", str(job), *arguments, *broker.arguments, *workers.arguments])
-    if status == "done" and not is_job:
-        _write_report(home, run, job.with_suffix(".html"))
+    if status == "done" and run:
+        _write_report(home, run, job.with_name(f"{run}.html"))
     return report_end(home, run, status, resume_command)
 
 

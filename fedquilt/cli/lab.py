@@ -58,7 +58,9 @@ def init(
         raise StoreError(f"{out} exists already: --force overwrites it, --out names another file")
     method = method or str(_ask("method (`fedquilt methods` lists them)", "fedavg"))
     default_rounds = new_job.choose_rounds(method)
-    inspection = new_job.inspect_source(data or _ask(f"data: a path, or {new_job.DIGITS}", new_job.DIGITS), label)
+    source = data or str(_ask(f"data: a path, or {new_job.DIGITS}", new_job.DIGITS))
+    with progress.show_progress(f"inspecting {source}"):
+        inspection = new_job.inspect_source(source, label)
     devices = devices or int(_ask("devices", new_job.choose_devices(inspection), options.POSITIVE))
     rounds = rounds or int(_ask("rounds", default_rounds, options.POSITIVE))
     jobs.write_job(new_job.NewJob(out, inspection, method, devices, rounds), force=force)
@@ -75,16 +77,23 @@ def lab() -> None:
 
 
 @lab.command()
-@options.job_argument
+@options.source_argument
+@options.label_column_option
 @option("--devices", type=options.POSITIVE, help="Number of devices (default: the job's fleet.devices).")
 @option("--out", type=options.PATH, metavar="FILE.svg", help="File for a drawing with a dot for each device and class.")
 @options.format_option
-def partition(job: Path, devices: int | None, out: Path | None, format: str) -> int:
-    """Show the partition of a job's examples among its devices."""
+def partition(source: str, label: str, devices: int | None, out: Path | None, format: str) -> int:
+    """Show the partition of examples among devices, of a job or of data as `simulate` has it."""
     from fedquilt.tools.report import partition as tool
 
-    with progress.show_progress(f"partitioning the examples of {job}"):
-        return tool.print_counts(home_access.load_job(job), devices, out, format)
+    with progress.show_progress(f"partitioning the examples of {source}"):
+        if source.endswith(".toml"):
+            if label:
+                raise JobError(f"--label requires data, but {source} is a job file: leave it out")
+            return tool.print_counts(home_access.load_job(Path(source)), devices, out, format)
+        from fedquilt.tools.lab import new_job
+
+        return tool.print_counts(new_job.make_simulation_settings(source, label, devices), devices, out, format)
 
 
 @lab.command()

@@ -165,6 +165,18 @@ authority_option: Final = option(
 )
 run_argument: Final = argument("run", "A run's id, or a job's name for its latest run.", shell_complete=complete_runs)
 job_argument: Final = argument("job", "The job file, TOML.", type=PATH)
+source_argument: Final = argument(
+    "source",
+    "A job file, or data: a CSV, Parquet or .npz file, a folder of images by class or of IDX files, sklearn/NAME, "
+    "torchvision/NAME, or digits, which come with fedquilt.",
+)
+label_column_option: Final = option(
+    "--label",
+    default="",
+    show_default=False,
+    metavar="COLUMN",
+    help="Column or array to predict, with data (default: y).",
+)
 
 
 def label_option(name: str) -> Callable[[F], F]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -170,7 +171,10 @@ def _is_image(reader: ExampleReader) -> bool:
     return len(shape) == 2 and (reader.dtype.kind == "u" or shape[0] == shape[1])
 
 
-COMMA_PROBLEM: Final = "holds numbers with a comma: write them with a point"
+COMMA_PROBLEM: Final = (
+    "numbers with a decimal comma: write a point, in a file with semicolons by `sed 's/,/./g' OLD.csv > NEW.csv`"
+)
+DATE: Final = re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}(?:[ T].*)?|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4}(?: .*)?")
 ID_COLUMN: Final = re.compile(r"(?i:(?:^|[_ .-])(?:id|uuid|guid|index|row|nr|key)$|^unnamed)|[a-z]I[dD]$")
 PERSONAL_COLUMN: Final = re.compile(
     r"(?i)(?:^|[_ .-])(?:e-?mail|phone|mobile|address|ssn|passport|iban|(?:first|last|family|full|user)[_ -]?name)s?$"
@@ -190,16 +194,26 @@ class Column:
         self._parts: list[np.ndarray] | None = []
 
     def add_values(self, values: Sequence[Any]) -> None:
-        present_values = [value for value in values if not is_missing(value)]
         self.rows += len(values)
-        self.missing += len(values) - len(present_values)
+        numbers = None if self._parts is None else table.parse_numbers(values)
+        if self._parts is not None and numbers is not None:
+            self._parts.append(numbers)
+            self._add_words(values)
+        else:
+            self._add_words_and_gaps(values)
+
+    def _add_words(self, values: Iterable[Any]) -> None:
         if len(self.distinct_words) <= MAX_CATEGORIES:
-            self.distinct_words.update(map(class_word, present_values))
+            self.distinct_words.update(map(class_word, values))
+
+    def _add_words_and_gaps(self, values: Iterable[Any]) -> None:
+        counts = Counter(map(class_word, values))
+        for word in [word for word in counts if is_missing(word)]:
+            self.missing += counts.pop(word)
+        self._add_words(counts)
         if self._parts is not None:
-            try:
-                self._parts.append(np.array([float(value) for value in present_values]))
-            except (TypeError, ValueError):
-                self._parts = None
+            numbers = table.parse_numbers(list(counts.elements()))
+            self._parts = None if numbers is None else [*self._parts, numbers]
 
     @property
     def numbers(self) -> np.ndarray | None:
@@ -227,8 +241,10 @@ class Column:
         if values is None:
             if self.has_decimal_commas:
                 return COMMA_PROBLEM
+            if all(map(DATE.fullmatch, self.distinct_words)):
+                return "looks like dates"
             if len(self.distinct_words) > min(MAX_CATEGORIES, max(2, present_count // 2)):
-                return "looks like ids, names, dates or texts"
+                return "looks like ids, names or texts"
             return ""
         if len(np.unique(values)) < len(values) or (values != np.rint(values)).any():
             return ""
@@ -243,9 +259,13 @@ def inspect_table(path: Path, label: str, notes: list[str]) -> dict[str, Any]:
     for chunk in table.read_chunks(file):
         for name, values in chunk.columns.items():
             columns.setdefault(name, Column(name)).add_values(values)
-    if not any(column.rows for column in columns.values()):
-        raise DataError(f"{file} has a header but no rows: add a row for each example")
+    row_count = max((column.rows for column in columns.values()), default=0)
+    if row_count < 2:
+        raise DataError(f"{file} has {'one row' if row_count else 'a header but no rows'}: add a row for each example")
     label = label or _require_default_label(file, list(columns))
+    is_words = label in columns and columns[label].numbers is None
+    if is_words and (pair := _find_case_variants(columns[label].distinct_words)):
+        notes.append(f"labels {pair[0]} and {pair[1]} differ only in case: write them alike if they are one class")
     table.require_columns(file, tuple(columns), "y", [label])
     settings = _settings_from_label_column(file, columns.pop(label))
     left_out = {name: problem for name, column in columns.items() if (problem := column.describe_unusable_values())}
@@ -278,6 +298,14 @@ def inspect_table(path: Path, label: str, notes: list[str]) -> dict[str, Any]:
     }
 
 
+def _find_case_variants(words: Iterable[str]) -> list[str]:
+    """Return two words that differ only in case, or [] without such words."""
+    words_by_key: dict[str, list[str]] = {}
+    for word in sorted(words):
+        words_by_key.setdefault(word.casefold(), []).append(word)
+    return next((variants[:2] for variants in words_by_key.values() if len(variants) > 1), [])
+
+
 def _require_default_label(file: Path, column_names: Sequence[str]) -> str:
     if "y" in column_names:
         return "y"
@@ -295,7 +323,7 @@ def _settings_from_label_column(file: Path, column: Column) -> dict[str, Any]:
     values, location = column.numbers, f"{file}, column {column.name!r}"
     if values is None:
         if column.has_decimal_commas:
-            raise DataError(f"{location} {COMMA_PROBLEM}")
+            raise DataError(f"{location} has {COMMA_PROBLEM}")
         return {"labels": require_classes(list(column.distinct_words), column.rows, location)}
     if not (np.isfinite(values).all() and are_classes(np.unique(values), len(values))):
         return settings_from_labels(values, location)
@@ -317,7 +345,10 @@ def _shorten(names: Sequence[str], limit: int = 8) -> str:
 
 
 def _join_reasons(problems: dict[str, str]) -> str:
-    return _shorten([f"{toml.key_text(name)} ({problem})" for name, problem in problems.items()])
+    names_by_problem: dict[str, list[str]] = {}
+    for name, problem in problems.items():
+        names_by_problem.setdefault(problem, []).append(toml.key_text(name))
+    return ", ".join(f"{_shorten(names)} ({problem})" for problem, names in names_by_problem.items())
 
 
 MAX_DISTINCT_CLASSES: Final = 20  # different whole numbers that are classes in any case

@@ -181,7 +181,8 @@ def test_through_the_rounds_the_personal_score_is_beside_the_global_one_and_noth
         run, home = played(tmp_path / prior, **{**changes, "personal": {"prior": prior}})
         found[prior] = evaluations_of(home, run)
         with Store(home) as store:
-            assert run_summary.summarise_events(store.find_job(run).job, store.read_events(run)).last_scores
+            summary = run_summary.summarise_events(store.find_job(run).job, store.read_events(run))
+            assert any(point.personal for point in run_summary.progress_points(summary))
     for with_priors, plain in zip(found["auto"], found["off"], strict=True):
         assert msgspec.structs.replace(with_priors.evaluation, correct_with_priors=None) == plain.evaluation
         assert with_priors.state == plain.state

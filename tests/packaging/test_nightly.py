@@ -27,7 +27,7 @@ def test_there_is_a_stage_for_each_bench_and_python() -> None:
     }
     assert {"faults", "matrix", "rehearsal", "containers"} <= found.keys()
     assert {"python-3.10", "python-3.12", "python-3.13"} <= found.keys()
-    assert {"onnxruntime-1.19.2", "onnxruntime-1.23.2", "s3", "ray", "first-results"} <= found.keys()
+    assert {"onnxruntime-1.19.2", "onnxruntime-1.23.2", "s3", "ray", "small-tables"} <= found.keys()
     assert "--data" in found["bench-sim"].hindrance
     assert not {stage.name: stage for stage in nightly.stages(ROOT)}["bench-sim"].hindrance
 

@@ -23,6 +23,7 @@ from fedquilt import methods, metrics
 from fedquilt.console import progress, units
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.settings import JobSettings, require_matching_bundle
+from fedquilt.coordinator.storage.rows import make_run_id
 from fedquilt.coordinator.views import event_messages, scores
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.data import compatibility
@@ -118,15 +119,26 @@ def describe_other_engines(job: JobSettings, cases: Sequence[ComparisonCase]) ->
     return [f'engine = "{job.engine}" does not support every method: {texts}'] if engines else []
 
 
+def describe_other_params(job: JobSettings, cases: Sequence[ComparisonCase]) -> list[str]:
+    """Return a line for each method that refuses parameters of the job's [params]."""
+    lines = []
+    for method, params in {case.settings.method: case.settings.params for case in cases}.items():
+        known_names = {field.name for field in dataclasses.fields(methods.load(method).params)}
+        refused = [key for key in job.params if key in known_names and key not in params]
+        if refused:
+            lines.append(f"{method} refuses {', '.join(refused)} of [params], and runs with its defaults of these")
+    return lines
+
+
 def merge_params(job: JobSettings, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of a method: shared [params], then its [compare] table, then the changes.
 
-    Parameters in [params] that the method does not have are ignored. In the other two they are kept, and raise an
-    error when the job is parsed.
+    Parameters in [params] that another method does not have, or refuses, are ignored. In the other two they are kept,
+    and raise an error when the job is parsed.
     """
-    known_names = {field.name for field in dataclasses.fields(methods.load(name).params)}
-    shared = {key: value for key, value in job.params.items() if key in known_names or name == job.method}
-    return {**shared, **job.compare.get(name, {}), **changes}
+    own = {**job.compare.get(name, {}), **changes}
+    shared = job.params if name == job.method else jobs.select_shared_params(name, job.params, own)
+    return {**shared, **own}
 
 
 def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -273,7 +285,7 @@ def compare_and_print(
     if target is not None and metric.share and target > 1:
         raise JobError(f"--target {target:g} is above 1: for {target:g} % {metric.title} use {target / 100:g}")
     todo = make_cases(job, folder, names, seeds, rounds=rounds, changes=changes)
-    progress.LINE.print_lines(*describe_other_engines(job, todo))
+    progress.LINE.print_lines(*describe_other_engines(job, todo), *describe_other_params(job, todo))
 
     def run_case(case: ComparisonCase, report_round: ReportRound) -> SeedRun:
         return run_seed(case.settings, Path(case.folder), report_round, workers, engine=engine, mixed=mixed)
@@ -281,7 +293,7 @@ def compare_and_print(
     runs_by_case, failed = run_cases(todo, out, run_case, progress.LINE.print_lines)
     runs, note = select_scores(list(runs_by_case.values()))
     result = tables.make_result(job.name, runs, target, failed, note)
-    files, problem = tables.write_files(result, runs, out)
+    files, problem = tables.write_files(result, runs, out / make_run_id(job.name, time.time()))
     notes = [problem] if problem else []
     if format == "json":
         print(msgspec.json.format(msgspec.json.encode(result)).decode())

@@ -211,8 +211,7 @@ def _score_latest_if_new(
 def format_score(score: EvaluationScore, matrix: bool = False) -> list[str]:
     """Return lines about a score and, if `matrix` is set and fits the terminal, its confusion matrix."""
     metric, sums = metrics.METRICS[score.metric], score.evaluation
-    preposition = "of" if metric.share else "on"
-    value = f"{metric.title} {metrics.format_value(metric, score.value)} {preposition} {score.examples} examples"
+    value = f"test {metric.title} {metrics.format_value(metric, score.value)} on {score.examples} examples"
     parts = [value, *(metrics.describe_metrics(sums)[1:] if sums else ())]
     score_lines = table.fold_line(f"after {score.rounds} rounds: {', '.join(parts)}")
     if not matrix or sums is None or (rows := evaluation.confusion_matrix(sums)) is None:

@@ -8,12 +8,15 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from fedquilt import methods
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.settings import JobSettings
 from fedquilt.core import JobError, StoreError
 from fedquilt.data import inspection
 from fedquilt.data.inspection import DataInspection
@@ -29,7 +32,10 @@ SEARCH_ROUNDS: Final = 200  # maximum, because a search ends by itself
 BOARDS: Final = ("jetson-nano", "jetson-orin-nano", "raspberry-pi-5", "x86-host")
 DONORS: Final = {"mobilenet": "torchvision/mobilenet_v2", "squeezenet": "torchvision/squeezenet1_1"}  # of images
 REQUIRED_PARAMS: Final = {"fedlps": {"encoder": 0.0}}  # without which a method refuses random weights
-TRAINING: Final = {"batch": 16, "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}  # if the method has these parameters
+TRAINING: Final = {"batch": 16, "lr": 0.05, "momentum": 0.9}  # if the method accepts these parameters
+WEIGHT_DECAY: Final = {"regression": 0.1, "classes": 0.03, "labels": 0.03}  # by task, for few examples
+MIN_EXAMPLES: Final = 2  # of a device
+FEW_EXAMPLES: Final = 400  # up to which noise is learned without a strong weight decay
 STEPS: Final = 10  # of a device per round, reached by the number of epochs
 SMALL_SIDE: Final = 12  # largest image for a fully connected network
 
@@ -61,14 +67,15 @@ class NewJob:
     @property
     def params(self) -> dict[str, Any]:
         """Parameters of the method that differ from its defaults."""
-        required, params_class = REQUIRED_PARAMS.get(self.method, {}), methods.load(self.method).params
+        required = REQUIRED_PARAMS.get(self.method, {})
         batches = math.ceil(self.data.examples * 0.8 / self.devices / TRAINING["batch"])
-        params = {"epochs": max(1, round(STEPS / batches)), **TRAINING, **required}
-        try:
-            params_class(**params)
-        except (TypeError, ValueError):  # SCAFFOLD refuses momentum, and a search has no training parameters
-            return required
-        return params
+        training = {"epochs": max(1, round(STEPS / batches)), **TRAINING, "weight_decay": self.weight_decay}
+        return {**settings.select_shared_params(self.method, training, required), **required}
+
+    @property
+    def weight_decay(self) -> float:
+        largest = WEIGHT_DECAY[self.data.data.get("task", "classes")]
+        return float(f"{largest * min(1, FEW_EXAMPLES / self.data.examples):.2g}")
 
     def list_notes(self) -> list[str]:
         network = ", ".join(f"{key} {value}" for key, value in self.network.items() if key != "name")
@@ -76,7 +83,9 @@ class NewJob:
             choice = f"{self.method} from donors {' and '.join(DONORS)}"
         else:
             choice = f"{self.method} trains {self.network['name']} ({network})"
-        return [*self.data.notes, f"{choice}, {self.rounds} rounds, {self.devices} devices"]
+        is_small_table = "channels" not in self.data.input and self.data.examples < FEW_EXAMPLES
+        few = [f"with {self.data.examples} examples a linear model may do as well"] if is_small_table else []
+        return [*self.data.notes, f"{choice}, {self.rounds} rounds, {self.devices} devices", *few]
 
     def write(self, *, force: bool = False) -> None:
         """Write the job file, and the digits into the same folder if they are the data.
@@ -90,6 +99,10 @@ class NewJob:
             problem = f"examples of {path or self.data.data['dataset']} have shape {self.data.shape}"
             fix = "write your own [[donors]] (docs/jobs.md, examples/series_stitching)"
             raise JobError(f"{self.method} needs donors, which `init` has only for images, but {problem}: {fix}")
+        most_devices = max(1, self.data.examples // MIN_EXAMPLES)
+        if self.devices > most_devices:
+            problem = f"{self.data.examples} examples are too few for {self.devices} devices"
+            raise JobError(f"{path or self.data.data['dataset']}: {problem}: use --devices {most_devices} or fewer")
         text, digits_copy = "\n".join(self._format_lines()) + "\n", self.path.with_name(find_digits().name)
         has_digits = path == str(find_digits())
         if not force:
@@ -174,16 +187,28 @@ class NewJob:
 
 
 def _require_same_or_absent(file: Path, payload: bytes) -> None:
+    run = f"run it by `fedquilt simulate {file}`, " if file.suffix == ".toml" else ""
     with disk.disk_errors(f"read {file}"):
         if file.exists() and file.read_bytes() != payload:
-            raise StoreError(
-                f"{file} exists already with other content: add --force to replace it, or choose another --out"
-            )
+            raise StoreError(f"{file} exists already with other content: {run}add --force, or choose another --out")
 
 
 def inspect_source(source: str, label: str) -> DataInspection:
     """Return what a path, a data set's name or "digits" contains. `label` is the column of labels."""
     return inspection.inspect_data(str(find_digits()) if source == DIGITS else source, label)
+
+
+def plan_simulation(path: Path, source: str, label: str = "", devices: int | None = None) -> NewJob:
+    """Return the job of `fedquilt simulate` for data, with its own number of devices by default."""
+    data = inspect_source(source, label)
+    return NewJob(path, data, "fedavg", devices or choose_devices(data), ROUNDS)
+
+
+def make_simulation_settings(source: str, label: str, devices: int | None) -> JobSettings:
+    with tempfile.TemporaryDirectory() as folder:
+        job = plan_simulation(Path(folder, "job.toml"), source, label, devices)
+        job.write()
+        return settings.load_job(job.path)
 
 
 def choose_devices(data: DataInspection) -> int:

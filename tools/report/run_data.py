@@ -15,7 +15,7 @@ from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.views import round_outcomes
 from fedquilt.coordinator.views.run_summary import ProgressPoint, RunSummary, progress_points
-from fedquilt.coordinator.views.scores import EvaluationScore, HeldOutScore, read_scores
+from fedquilt.coordinator.views.scores import EvaluationScore, HeldOutScore, list_held_out_scores, read_scores
 from fedquilt.core import FedquiltError
 from fedquilt.tools.report import plots
 from fedquilt.tools.report.rendering import HtmlTable, PageSection, render_plots
@@ -164,8 +164,6 @@ def load_run_data(store: Store, run: str) -> RunData:
         outcomes.apply_event(event, time_s)
     parts, summary = outcomes.by_round, outcomes.summary
     points, stored_scores = tuple(progress_points(summary)), read_scores(store.home, row)
-    in_rounds = [HeldOutScore.from_summary(point.rounds, point.personal) for point in points if point.personal]
-    held_out_scores = sorted((*in_rounds, *stored_scores.held), key=lambda score: score.rounds)
     return RunData(
         store.home,
         row,
@@ -174,7 +172,7 @@ def load_run_data(store: Store, run: str) -> RunData:
         points,
         parts,
         stored_scores.scores,
-        tuple({score.rounds: score for score in held_out_scores}.values()),
+        tuple(list_held_out_scores(summary, stored_scores)),
         _draw_partition(row, {device for devices in parts.values() for device in devices}),
         load_candidates(store, row.id),
     )

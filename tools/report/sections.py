@@ -93,10 +93,10 @@ def make_device_matrix(parts: Mapping[int, Mapping[str, DeviceOutcome]], final: 
 def make_tiles(run: RunData) -> list[tuple[str, str]]:
     total, tiles, title = run.summary.total, [], _find_main_metric(run).title
     if run.scores:
-        tiles.append((_format_value(run.scores[-1].metric, run.scores[-1].value), f"{title} on the test set"))
+        tiles.append((_format_value(run.scores[-1].metric, run.scores[-1].value), f"test {title}"))
     if run.held_out_scores:
         last_score = run.held_out_scores[-1]
-        tiles.append((_format_value(last_score.metric, last_score.weighted), f"{title} on held-out shares"))
+        tiles.append((_format_value(last_score.metric, last_score.weighted), f"held-out {title}"))
         tiles.append((_format_value(last_score.metric, last_score.worst_decile), "worst tenth of the devices"))
     last_point = run.points[-1] if run.points else None
     tiles.append((str(last_point.rounds if last_point else 0), "rounds"))
@@ -225,22 +225,30 @@ def make_timeline_section(run: RunData) -> PageSection | None:
     for number in _select_evenly_spaced(sorted(times_by_round), TIMELINE_ROUNDS):
         ends = sorted(times_by_round[number].items(), key=lambda part: part[1][1])[:MAX_BARS]
         lasted_s = max(durations_s[number], *(answered_s for _, (_, answered_s, _) in ends))
-        scale, prefix = units.select_prefix(lasted_s) if lasted_s < 1 else (1.0, "")
-        bars = []
-        for name, (before_s, answered_s, wall_s) in ends:
-            rest_s = max(answered_s - wall_s, 0.0), max(lasted_s - before_s - answered_s, 0.0)
-            bars.append(plots.PlotBar(name, [part / scale for part in (before_s, wall_s, *rest_s)]))
         name = _format_round_name(run, number)
         clock = "virtual time" if run.row.has_virtual_time else "since the round began"
         title = f"Devices in {'the ' * (number == run.summary.final_evaluation_round)}{name}"
-        plots_by_round[name] = plots.plot_bars(bars, title, f"{prefix}s, {clock}", ("before selection", *TIME_PARTS))
+        plots_by_round[name] = _plot_timeline(ends, lasted_s, title, clock)
     return PageSection(["The fastest device comes first."], switch=_render_switch(plots_by_round))
+
+
+def _plot_timeline(
+    ends: Sequence[tuple[str, tuple[float, float, float]]], lasted_s: float, title: str, clock: str
+) -> plots.Plot:
+    scale, prefix = units.select_prefix(lasted_s) if lasted_s < 1 else (1.0, "")
+    # without a second selection, parts have the colours of the plot of all rounds
+    first = 0 if any(before_s for _, (before_s, _, _) in ends) else 1
+    bars = []
+    for name, (before_s, answered_s, wall_s) in ends:
+        times_s = (before_s, wall_s, max(answered_s - wall_s, 0.0), max(lasted_s - before_s - answered_s, 0.0))
+        bars.append(plots.PlotBar(name, [time_s / scale for time_s in times_s[first:]]))
+    return plots.plot_bars(bars, title, f"{prefix}s, {clock}", ("before selection", *TIME_PARTS)[first:])
 
 
 def _make_accuracy_lines(run: RunData, x_by_rounds: Mapping[int, float]) -> list[plots.PlotLine]:
     kinds: dict[str, dict[int, float]] = {
-        "test set": {score.rounds: score.value for score in run.scores},
-        "held-out shares": {score.rounds: score.weighted for score in run.held_out_scores},
+        "test": {score.rounds: score.value for score in run.scores},
+        "held-out": {score.rounds: score.weighted for score in run.held_out_scores},
         "worst tenth": {score.rounds: score.worst_decile for score in run.held_out_scores},
     }
     lines, scale = [], metrics.display_factor(_find_main_metric(run))

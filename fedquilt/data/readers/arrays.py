@@ -23,7 +23,7 @@ from fedquilt.data.readers.base import (
 from fedquilt.data.spec import SKLEARN, DataSpec
 from fedquilt.formats import toml
 
-FORMAT_HINT = "save it again with numpy.savez, or name a CSV, Parquet or IDX file, or a folder of images by class"
+FORMAT_HINT = "save arrays again with numpy.savez, or a table as .csv, .tsv or .parquet"
 
 
 def open_npz(path: Path, spec: DataSpec) -> ExampleReader:

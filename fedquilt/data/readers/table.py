@@ -81,6 +81,15 @@ class ColumnDecoder:
 
     def decode_numbers(self, chunk: TableChunk, name: str, fill: float | None = None) -> np.ndarray:
         """Return one column as (rows,) float32, with missing values replaced by `fill`."""
+        parsed_numbers = parse_numbers(chunk.columns[name])
+        if parsed_numbers is not None:
+            with np.errstate(over="ignore"):
+                numbers = parsed_numbers.astype(np.float32)
+            if np.isfinite(numbers).all():
+                return numbers
+        return self._decode_cells(chunk, name, fill)
+
+    def _decode_cells(self, chunk: TableChunk, name: str, fill: float | None) -> np.ndarray:
         numbers = np.empty(len(chunk), np.float32)
         for row, value in enumerate(chunk.columns[name]):
             if is_missing(value):
@@ -117,6 +126,10 @@ class ColumnDecoder:
     def _encode_one_hot(self, chunk: TableChunk, name: str, kinds: Sequence[str]) -> np.ndarray:
         column_by_kind = {kind: column for column, kind in enumerate(kinds)}
         one_hot = np.zeros((len(chunk), len(kinds)), np.float32)
+        known_columns = find_all(column_by_kind, chunk.columns[name])
+        if known_columns is not None:
+            one_hot[np.arange(len(chunk)), known_columns] = 1
+            return one_hot
         for row, value in enumerate(chunk.columns[name]):
             if str(value) in column_by_kind:
                 one_hot[row, column_by_kind[str(value)]] = 1
@@ -128,6 +141,9 @@ class ColumnDecoder:
     def _decode_classes(self, chunk: TableChunk) -> np.ndarray:
         (name,) = self._y
         class_by_name = {kind: class_index for class_index, kind in enumerate(self._spec.labels)}
+        known_classes = find_all(class_by_name, chunk.columns[name])
+        if known_classes is not None:
+            return np.array(known_classes, np.int64)
         classes = np.empty(len(chunk), np.int64)
         for row, value in enumerate(chunk.columns[name]):
             word = class_word(value)
@@ -187,6 +203,23 @@ class ColumnDecoder:
 
 def class_word(value: Any) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def parse_numbers(values: Sequence[Any]) -> np.ndarray | None:
+    """Return the values as float64, or None if one of them is missing or is not a number."""
+    try:
+        numbers = np.fromiter(map(float, values), np.float64, len(values))
+    except (TypeError, ValueError):
+        return None
+    return None if np.isnan(numbers).any() else numbers
+
+
+def find_all(index_by_word: Mapping[str, int], words: Sequence[Any]) -> list[int] | None:
+    """Return the index of each word, or None if one of them has no index."""
+    try:
+        return [index_by_word[word] for word in words]
+    except (KeyError, TypeError):
+        return None
 
 
 def is_missing(value: Any) -> bool:
@@ -283,7 +316,7 @@ def category_words(path: Path, spec: DataSpec, names: Sequence[str]) -> dict[str
     for chunk in read_chunks(file):
         require_columns(file, tuple(chunk.columns), "categories", names)
         for name, words in words_by_column.items():
-            words.update(str(value) for value in chunk.columns[name] if not is_missing(value))
+            words.update(word for word in set(map(str, chunk.columns[name])) if not is_missing(word))
     return {name: tuple(sorted(words)) for name, words in words_by_column.items()}
 
 
@@ -422,9 +455,7 @@ def _chunk_rows(
 
 def _chunk_from_rows(head: Sequence[str], rows: Sequence[Sequence[str]], lines: Sequence[int]) -> TableChunk:
     values = list(zip(*rows, strict=True)) if rows else [() for _ in head]
-    return TableChunk(
-        {name: [cell.strip() for cell in column] for name, column in zip(head, values, strict=True)}, lines
-    )
+    return TableChunk({name: list(map(str.strip, column)) for name, column in zip(head, values, strict=True)}, lines)
 
 
 def encoding_hint(file: Path) -> str:

@@ -37,8 +37,9 @@ def test_one_command_from_a_table_to_a_report_and_an_exported_network_that_reads
     said = run(capsys, "simulate", "flowers.csv", "--label", "kind")
     assert "predicted: 3 classes (iris 40, lily 40, rose 40)" in said
     assert "fedavg trains mlp (inputs 4, hidden [32], classes 3), 30 rounds, 10 devices" in said
-    assert "job.html: the report" in said
-    assert "</html>" in Path("job.html").read_text()
+    (page,) = here.glob("job-*.html")
+    assert f"{page.name}: the report" in said
+    assert f"<h1>{page.stem}</h1>" in page.read_text()
     assert fq.Run.open(here / "fedquilt-runs", "job").rounds()["accuracy"][-1] > 0.95
     run(capsys, "model", "export", "job", "--out", "flowers.onnx")
     assert "rose" in run(capsys, "model", "run", "flowers.onnx", "flowers.csv")
@@ -50,7 +51,7 @@ def test_a_second_time_changes_no_job_and_another_label_needs_force(capsys, monk
     written = Path("job.toml").read_bytes()
     assert "job.bundle: " not in run(capsys, "simulate", "flowers.csv", "--label", "kind", code=9)
     said = run(capsys, "simulate", "flowers.csv", "--label", "colour", code=6)
-    assert "job.toml exists already with other content: add --force to replace it" in said
+    assert "job.toml exists already with other content: run it by `fedquilt simulate job.toml`, add --force" in said
     assert Path("job.toml").read_bytes() == written
 
 
@@ -87,6 +88,19 @@ def test_other_data_begin_another_run(capsys, here, monkeypatch):
         main(["simulate", "job.toml"])
         with Store(here / "fedquilt-runs") as store:
             assert len(store.readable_jobs()) == count
+
+
+@pytest.mark.parametrize("words", [("simulate", "flowers.csv"), ("init", "--data", "flowers.csv")])
+def test_more_devices_than_the_examples_suffice_for_are_refused_before_a_job_is_written(capsys, words):
+    said = run(capsys, *words, "--label", "kind", "--devices", "61", code=2)
+    assert "flowers.csv: 120 examples are too few for 61 devices: use --devices 60 or fewer" in said
+    assert not Path("job.toml").exists()
+
+
+@pytest.mark.parametrize("verb", ["run", "prepare", "compare"])
+def test_data_in_place_of_a_job_name_the_command_that_writes_one(capsys, verb):
+    said = run(capsys, verb, "flowers.csv", code=2)
+    assert "flowers.csv is no job file (.toml): `fedquilt init --data flowers.csv` writes one for data" in said
 
 
 def test_no_name_is_no_data(capsys):

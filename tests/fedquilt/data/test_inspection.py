@@ -1,5 +1,6 @@
 """What inspection finds in data, and the tables that it writes for a job."""
 
+import re
 import struct
 import zlib
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from example_files import needs_torchvision
 
 from fedquilt.core import DataError
-from fedquilt.data import examples
+from fedquilt.data import examples, inspection
 from fedquilt.data.inspection import inspect_data
 from fedquilt.data.readers import images
 from fedquilt.data.reading_settings import complete_data_table
@@ -88,13 +89,29 @@ def test_classes_that_are_numbers_are_named_unless_they_are_counted_from_0(tmp_p
     assert found.outputs == 3
 
 
+def test_labels_that_differ_only_in_case_are_noted(tmp_path):
+    lines = [f"{row},{('Iris', 'iris', 'rose')[row % 3]}" for row in (0, 1, 2, 5, 4, 3, 6)]
+    (tmp_path / "own.csv").write_text("\n".join(["a,y", *lines]) + "\n")
+    note = "labels Iris and iris differ only in case: write them alike if they are one class"
+    assert note in inspect_data(str(tmp_path / "own.csv")).notes
+
+
+def test_columns_with_the_same_problem_are_named_together(tmp_path):
+    (tmp_path / "own.csv").write_text("a;b;y\n1,5;2,5;0\n2,5;3,5;1\n")
+    problem = re.escape(f"has no usable input column (a, b ({inspection.COMMA_PROBLEM})): add others")
+    with pytest.raises(DataError, match=problem):
+        inspect_data(str(tmp_path / "own.csv"))
+
+
 @pytest.mark.parametrize(
     ("numbers", "why"),
     [
         (range(40, 52), "looks like ids"),
-        ([f"2024-01-{day:02d}" for day in range(1, 13)], "looks like ids, names, dates or texts"),
-        ([f"{number},5" for number in range(12)], "holds numbers with a comma: write them with a point"),
-        (["1,5", "2", "2,5"] * 4, "holds numbers with a comma: write them with a point"),
+        ([f"2024-01-{day:02d}" for day in range(1, 13)], "looks like dates"),
+        ([f"{day}.3.2024 10:30" for day in (1, 2, 3)] * 9, "looks like dates"),
+        ([f"note {number}" for number in range(12)], "looks like ids, names or texts"),
+        ([f"{number},5" for number in range(12)], inspection.COMMA_PROBLEM),
+        (["1,5", "2", "2,5"] * 4, inspection.COMMA_PROBLEM),
     ],
 )
 def test_a_column_that_no_network_learns_from_is_left_out(tmp_path, numbers, why):
@@ -108,7 +125,7 @@ def test_a_column_that_no_network_learns_from_is_left_out(tmp_path, numbers, why
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["1,5", "2", "2,5"], "column 'y' holds numbers with a comma"),
+        (["1,5", "2", "2,5"], "column 'y' has numbers with a decimal comma"),
         (["0", "1", "1.0"], "1 and 1.0 are the same number: write each class in one way"),
         (["0", "1", "inf"], "4 of 12 labels are NaN or infinity: leave these examples out"),
     ],

@@ -15,9 +15,11 @@ import homes
 import pytest
 from dashes import Dashboard
 
+from fedquilt import cli
 from fedquilt.coordinator.jobs.retention import remove_runs
 from fedquilt.coordinator.rounds.events import RoundCommitted
 from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.views import scores
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'fedquilt[web]'")
 
@@ -35,6 +37,38 @@ def test_a_run_that_is_deleted_while_it_is_watched(tmp_path: Path) -> None:
         dash.until("/api/runs", lambda told: [each["name"] for each in told["runs"]] == ["digits"])
         for path in (f"/api/runs/{run}", f"/api/runs/{run}/why", f"/api/log?run={run}"):
             assert dash.problem(path) == (404, f"no run {run!r} in {home}")
+
+
+@pytest.mark.parametrize("has_boards", [False, True])
+def test_it_opens_on_the_newest_run_where_there_are_no_boards(tmp_path: Path, has_boards: bool) -> None:
+    home = tmp_path / "runs"
+    dashes.add_run(home, dashes.facts(DEVICES, ended=True), "first", "done")
+    run = dashes.add_run(home, dashes.facts(DEVICES, ended=True), "second", "failed")
+    if has_boards:
+        dashes.add_boards(home, DEVICES)
+    with Dashboard(home) as dash:
+        status, headers, _ = dash.ask("/")
+        assert (status, headers["location"]) == ((200, None) if has_boards else (307, f"/runs/{run}"))
+        assert dash.ask("/boards")[0] == 200
+
+
+def test_list_page_and_command_have_the_held_out_and_the_test_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "runs"
+    run = dashes.add_run(home, dashes.facts(DEVICES, ended=True), status="done")
+    with Store(home) as store:
+        row = store.find_job(run)
+    stored = scores.RunScores(scores.read_scores(home, row).test, (scores.EvaluationScore(3, 0.25, 8),))
+    scores.write_scores(scores.scores_path(home, run), stored)
+    assert cli.main(["ls", "--home", str(home)]) == 0
+    head, line = capsys.readouterr().out.splitlines()[:2]
+    assert head.split()[3:5] == ["held-out", "test"]
+    assert line.split()[3:7] == ["40.0", "%", "25.0", "%"]
+    with Dashboard(home) as dash:
+        dash.until("/api/runs", lambda told: "done" in told["runs"][0])
+        for values in (dash.values("/api/runs")["runs"][0], dash.values(f"/api/runs/{run}")):
+            assert values["metric"] == {"title": "accuracy", "share": True, "held_out": 0.4, "test": 0.25}
 
 
 def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:

@@ -125,6 +125,30 @@ def test_another_methods_parameters_are_left_out_and_its_own_unknown_ones_refuse
 
 
 @pytest.mark.parametrize(
+    ("method", "refused"),
+    [
+        ("scaffold", ["momentum"]),
+        ("pfedme", ["momentum"]),
+        ("perfedavg", ["momentum"]),
+        ("fedpews", ["momentum", "weight_decay"]),
+        ("fedprox", []),
+    ],
+)
+def test_shared_parameters_that_another_method_refuses_have_its_defaults(
+    folder: Path, method: str, refused: list[str]
+) -> None:
+    params = {"lr": 0.1, "batch": 16, "momentum": 0.9, "weight_decay": 0.03}
+    job = settings.parse_job({**TABLE, "params": params, "compare": {}})
+    [case] = comparison.make_cases(job, folder, [method], [0])
+    assert case.settings.params == {key: value for key, value in params.items() if key not in refused}
+    lines = [f"{method} refuses {', '.join(refused)} of [params], and runs with its defaults of these"]
+    assert comparison.describe_other_params(job, [case]) == (lines if refused else [])
+    for key in refused:
+        with pytest.raises(JobError, match=key):
+            comparison.make_cases(job, folder, [method], [0], changes={method: {key: params[key]}})
+
+
+@pytest.mark.parametrize(
     ("job", "names", "changes", "said"),
     [
         (JOB, ["fedavgg"], {}, r"is unknown; did you mean 'fedavg'\? There are: "),
@@ -289,10 +313,11 @@ def test_without_the_packages_of_a_report_the_table_is_printed_all_the_same(
     assert "75.00" in shown
     said = f"no report: this needs {package}, which is not installed: pip install 'fedquilt[report]'"
     assert shown.splitlines()[-1] == said
-    assert [each.name for each in out.iterdir() if each.is_file()] == ["compare.json"]
+    (result_file,) = out.glob("digits-*/*")
     assert comparison.compare_and_print(JOB, folder, out, **options, format="json") == 0
     told = capsys.readouterr()
-    assert json.loads(told.out) == json.loads((out / "compare.json").read_text())
+    assert len(list(out.glob("digits-*/compare.json"))) == 2
+    assert json.loads(told.out) == json.loads(result_file.read_text())
     assert said in told.err
 
 
@@ -320,9 +345,10 @@ def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
     assert fedavg["marks"][1]["down_bytes"] > 0
     assert 0 <= fedavg["marks"][1]["worst_decile"] <= fedavg["marks"][1]["mean"] <= 1
     assert result["table"][0]["reached"] == 1
-    for plot in (tmp_path / "out").glob("*.svg"):
+    (result_file,) = (tmp_path / "out").glob("*/compare.json")
+    for plot in result_file.parent.glob("*.svg"):
         ElementTree.fromstring(plot.read_text())
-    assert json.loads((tmp_path / "out" / "compare.json").read_text()) == result
+    assert json.loads(result_file.read_text()) == result
     assert main(words) == 0
     shown = capsys.readouterr()
     assert "2 of 2 runs are in" in shown.err
@@ -356,7 +382,8 @@ def test_a_method_with_a_network_for_each_device_moves_the_comparison_to_held_ou
     assert result["accuracy_on"] == "held-out shares"
     assert "the networks of local differ by device" in result["note"]
     assert result["note"] in tables.format_table(result)
-    assert result["note"] in (tmp_path / "out" / "compare.html").read_text()
+    (page,) = (tmp_path / "out").glob("*/compare.html")
+    assert result["note"] in page.read_text()
     assert [row["accuracy"] for row in result["table"]] == [row["held"] for row in result["table"]]
     assert main([*words, "--methods", "fedavg", "--format", "json"]) == 0
     alone = json.loads(capsys.readouterr().out)

@@ -46,6 +46,23 @@ def test_counts_are_those_of_what_devices_load(tmp_path: Path) -> None:
         assert np.bincount(own.held_out.y, minlength=10).tolist() == held.tolist()
 
 
+def test_data_are_divided_like_those_of_the_job_that_simulate_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [f"{row % 7},{('cat', 'owl')[row % 2]}" for row in range(60)]
+    Path("pets.csv").write_text("\n".join(["age,kind", *lines]) + "\n")
+    assert main(["lab", "partition", "pets.csv", "--label", "kind", "--format", "json"]) == 0
+    shown = capsys.readouterr().out
+    assert not Path("job.toml").exists()
+    assert main(["init", "--data", "pets.csv", "--label", "kind"]) == 0
+    capsys.readouterr()
+    assert main(["lab", "partition", "job.toml", "--format", "json"]) == 0
+    assert capsys.readouterr().out == shown
+    assert main(["lab", "partition", "job.toml", "--label", "kind"]) == 2
+    assert "--label requires data, but job.toml is a job file: leave it out" in capsys.readouterr().err
+
+
 def test_a_dot_has_the_area_of_its_count() -> None:
     """9 of the largest dot, so 1 has a third of its radius; nothing is drawn where there is nothing."""
     drawn = ElementTree.fromstring(plots.render_picture(partition.draw_counts(hand(), "two <devices>")))

@@ -373,7 +373,7 @@ def test_a_fleets_run_is_reported_with_its_partition_and_its_test_accuracy(
     with Store(plan.home) as store:
         (score,) = scores.read_scores(store.home, store.find_job("digits")).scores
     assert f"{100 * score.value:.1f} %" in shown
-    assert "accuracy on the test set" in shown
+    assert "test accuracy" in shown
     assert "jetson-nano-02" in shown
     assert "Who has which examples" in shown
     assert "Accuracy by energy" in shown

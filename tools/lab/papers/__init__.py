@@ -24,7 +24,7 @@ from fedquilt.tools.experiments.tables import confidence_interval
 from fedquilt.tools.lab.papers import cells
 from fedquilt.tools.lab.papers import grid as grids
 from fedquilt.tools.lab.papers.cells import GridCell, read_value
-from fedquilt.tools.lab.papers.grid import ClaimSpec, Grid, GridColumn, GridRow, GridTable
+from fedquilt.tools.lab.papers.grid import TO_TARGET, ClaimSpec, Grid, GridColumn, GridRow, GridTable
 
 CACHE_FOLDER: Final = Path("fedquilt-compare")
 

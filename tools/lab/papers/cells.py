@@ -28,7 +28,7 @@ from fedquilt.tools.experiments import comparison, run_cache, single_run
 from fedquilt.tools.experiments.comparison import ComparisonCase
 from fedquilt.tools.experiments.single_run import SeedRun
 from fedquilt.tools.experiments.single_run import run_seed as play_job
-from fedquilt.tools.lab.papers.grid import NETWORK, TO_TARGET, Grid, GridRow, PretrainSettings, merge_tables
+from fedquilt.tools.lab.papers.grid import NETWORK, TO_TARGET, AxisPoint, Grid, GridRow, PretrainSettings, merge_tables
 from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation.simulated_job import UNLIMITED_BYTES, choose_job_engine
 
@@ -72,10 +72,11 @@ def make_cells(
     for seed in seeds:
         for column in columns:
             points = grid.columns[column]
+            written = write_data_sets(points, seed, out)
             for name, row in grid.rows.items():
                 if row.best_of:
                     continue
-                job = grid.make_job(points, row, seed, rounds)
+                job = grid.make_job(points, row, seed, rounds, written)
                 with toml.prefix_errors(f"{source}, row {name!r}"):
                     settings.parse_job(job)
                 pretrain = [grid.pretrain, *(point.pretrain for point in points), row.pretrain]
@@ -94,6 +95,14 @@ def make_cells(
             )
         )
     return cells
+
+
+def write_data_sets(points: Sequence[AxisPoint], seed: int, out: Path) -> dict[str, Any]:
+    """Write the points' data set into `out`, and return the job that `simulate` makes for it, or {} without one."""
+    from fedquilt.tools.lab.papers import data_sets
+
+    names = [point.data_set for point in points if point.data_set]
+    return dict(msgspec.to_builtins(data_sets.make_simulate_job(names[-1], seed, out))) if names else {}
 
 
 def make_bundles(

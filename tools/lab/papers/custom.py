@@ -18,14 +18,15 @@ import numpy as np
 from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.settings import EvaluationSettings, JobSettings
-from fedquilt.core import EvaluationSums, Examples, Hooks, ModelError, Tensors, Trainer
-from fedquilt.data import inputs
+from fedquilt.core import EvaluationSums, Examples, Hooks, ModelError, Tensors, Trainer, evaluation
+from fedquilt.data import examples, inputs
+from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.settings import parse_size
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.formats import job_bundle
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.experiments import single_run
-from fedquilt.tools.experiments.evaluation import Evaluator
+from fedquilt.tools.experiments.evaluation import Evaluator, load_test_set
 from fedquilt.tools.experiments.single_run import SeedRun
 from fedquilt.tools.lab.papers.cells import ExecutionOptions, run_with_options
 from fedquilt.tools.simulation.pool import ScratchFolder
@@ -110,6 +111,51 @@ def observe_newcomers(
 
 def _mean_accuracy(device_metrics: Iterable[Mapping[str, float]]) -> float:
     return statistics.fmean(metrics["held_correct"] / metrics["held_examples"] for metrics in device_metrics)
+
+
+def observe_test_share(
+    folder: Path, options: ExecutionOptions, simulation: Simulation, backend: WorkBackend
+) -> dict[str, Any]:
+    """Return the accuracy or R² on the test set as "test", or {} before the last round."""
+    sums = backend.evaluate_test_set(simulation) if simulation.is_finished else None
+    if sums is None:
+        return {}
+    return {"test": evaluation.compute_metrics(sums)["r2" if sums.task == "regression" else "accuracy"]}
+
+
+def fit_linear(job: JobSettings, folder: Path, options: ExecutionOptions) -> SeedRun:
+    from sklearn import linear_model
+
+    return _fit_central(job, linear_model.Ridge() if _is_regression(job) else linear_model.LogisticRegression())
+
+
+def fit_forest(job: JobSettings, folder: Path, options: ExecutionOptions) -> SeedRun:
+    from sklearn import ensemble
+
+    forest = ensemble.RandomForestRegressor if _is_regression(job) else ensemble.RandomForestClassifier
+    return _fit_central(job, forest(random_state=job.seed))
+
+
+def _is_regression(job: JobSettings) -> bool:
+    return bool(job.model.get("task") == "regression")
+
+
+def _fit_central(job: JobSettings, model: Any) -> SeedRun:
+    from sklearn import pipeline, preprocessing
+
+    train, test = examples.load_split(DataSpec.parse(job.data)), load_test_set(job)
+    x_train, x_test = (each.x.reshape(len(each), -1) for each in (train, test))
+    y_train, y_test = (each.y.ravel() for each in (train, test))
+    score = pipeline.make_pipeline(preprocessing.StandardScaler(), model).fit(x_train, y_train).score(x_test, y_test)
+    return SeedRun(
+        method=job.method,
+        seed=job.seed,
+        params={},
+        devices=0,
+        tested=len(test),
+        marks=(),
+        figures={"test": float(score)},
+    )
 
 
 def train_from_scratch(job: JobSettings, folder: Path, options: ExecutionOptions) -> SeedRun:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -47,6 +48,7 @@ class PretrainSettings(GridStruct, frozen=True):
 
 class AxisPoint(GridStruct, frozen=True):
     job: dict[str, Any] = {}  # merged over [job]
+    data_set: str = ""  # name in `data_sets`, whose job by `fedquilt simulate` comes before [job]
     shares: dict[str, float] = {}  # parameter -> its value as a share of the job's rounds
     pretrain: PretrainSettings | None = None
     target: float | None = None  # value of "test" that ends TO_TARGET, or its share of that of `target_row`
@@ -162,9 +164,19 @@ class Grid(GridStruct, frozen=True):
         selected = {name: row for name, row in self.rows.items() if name in rows}
         return msgspec.structs.replace(self, rows=selected, claims=claims)
 
-    def make_job(self, points: Iterable[AxisPoint], row: GridRow, seed: int, rounds: int | None) -> dict[str, Any]:
-        """Return the job of a cell as a table, with `rounds` instead of its own unless the row is `fixed`."""
-        table = self.job
+    def make_job(
+        self,
+        points: Iterable[AxisPoint],
+        row: GridRow,
+        seed: int,
+        rounds: int | None,
+        written: Mapping[str, Any] = MappingProxyType({}),
+    ) -> dict[str, Any]:
+        """Return the job of a cell as a table, with `rounds` instead of its own unless the row is `fixed`.
+
+        [job] is merged over `written`, the job of the points' data set.
+        """
+        table = merge_tables(written, self.job)
         for point in points:
             table = merge_tables(table, point.job)
             total_rounds = rounds or _get_rounds(table)

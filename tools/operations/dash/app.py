@@ -12,14 +12,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from importlib import resources
 from typing import Any, Final
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, quote
 
 import h11
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -70,8 +70,9 @@ class Dashboard:
         self._index_page = (folder / "index.html").read_bytes().replace(b"{static}", f"/static/{digest}".encode())
 
     def make_app(self) -> ASGIApp:
-        page_paths = ("/", "/boards/{name}", "/runs", "/runs/{run}", "/rollouts", "/rollouts/{rollout}", "/log")
+        page_paths = ("/boards", "/boards/{name}", "/runs", "/runs/{run}", "/rollouts", "/rollouts/{rollout}", "/log")
         routes = [
+            Route("/", self._serve_start_page),
             *(Route(path, self._serve_page) for path in page_paths),
             Route("/static/{digest}/{name}", self._serve_file),
             *(Route(path, self._make_cached_json_handler(load)) for path, load in PAGES.items()),
@@ -92,6 +93,10 @@ class Dashboard:
 
     async def _serve_page(self, request: Request) -> Response:
         return Response(self._index_page, media_type="text/html", headers={"cache-control": "no-cache"})
+
+    async def _serve_start_page(self, request: Request) -> Response:
+        run = await pages.find_start_run(self._watcher)
+        return await self._serve_page(request) if run is None else RedirectResponse(f"/runs/{quote(run, safe='')}")
 
     async def _serve_file(self, request: Request) -> Response:
         body = self._files.get(request.url.path)

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -20,7 +21,7 @@ from fedquilt.coordinator.rounds.job_state import JobConstants
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
 from fedquilt.coordinator.storage.rows import DatabaseIdentity, UnreadableRow
 from fedquilt.coordinator.storage.store import NAME, ChangeDetector, StoredJob, StoreReader
-from fedquilt.coordinator.views import devices, round_outcomes
+from fedquilt.coordinator.views import devices, round_outcomes, scores
 from fedquilt.core import FedquiltError, JobError, StoreError
 from fedquilt.tools.operations.dash.run_follower import MAX_CELLS, RunFollower, find_round_outcomes
 
@@ -272,6 +273,13 @@ class HomeWatcher:
             return {} if follower is None else await self.run_in_reader_thread(follower.make_summary)
         except JobError as error:
             return {"problem": str(error)}
+
+    async def add_stored_results(self, row: StoredJob, summary: dict[str, Any]) -> dict[str, Any]:
+        """Return a run's values with the results of its evaluations outside of rounds."""
+        stored = await self.run_in_reader_thread(partial(scores.read_scores, self.home, row))
+        results = {"held_out": stored.held[-1].weighted} if stored.held else {}
+        results |= {"test": stored.scores[-1].value} if stored.scores else {}
+        return {**summary, "metric": {**summary["metric"], **results}} if "metric" in summary else summary
 
     async def read_logs(self) -> None:
         """Read requested logs, then those of ended runs, until the watcher is closed."""

@@ -139,6 +139,15 @@ async def _load_recent_runs(watcher: HomeWatcher) -> tuple[list[run_follower.Run
     return [follower for follower in followers if follower is not None], None in followers
 
 
+async def find_start_run(watcher: HomeWatcher) -> str | None:
+    """Return the newest run of a home without devices, which has only simulated runs, or None."""
+    with contextlib.suppress(FedquiltError):
+        if not (await watcher.load_fleet()).device_rows:
+            rows = (await watcher.load_runs()).rows
+            return next((row.id for row in reversed(rows) if isinstance(row, StoredJob)), None)
+    return None
+
+
 async def load_runs_page(watcher: HomeWatcher, query: Query) -> dict[str, Any]:
     run_list = await watcher.load_runs()
     page_rows, page, pages = _paginate(list(reversed(run_list.rows)), _parse_integer(query, "page", 1), PAGE_ROWS)
@@ -149,7 +158,7 @@ async def load_runs_page(watcher: HomeWatcher, query: Query) -> dict[str, Any]:
             runs.append({**run, "problem": row.reason})
             continue
         run |= {"name": row.job.name, "method": row.job.method, "rounds": row.job.rounds, "origin": row.origin}
-        run |= await watcher.load_summary(row)
+        run |= await watcher.add_stored_results(row, await watcher.load_summary(row))
         if row.status not in ENDED_PHASES and "done" in run:
             describe_round = (await watcher.load_follower(row.id)).describe_current_round
             run["now"] = await watcher.run_in_reader_thread(partial(describe_round, run_list.wait_reasons.get(row.id)))
@@ -184,7 +193,7 @@ async def load_run_page(watcher: HomeWatcher, query: Query, id: str) -> dict[str
         "name": row.job.name,
         "method": row.job.method,
         "rounds": row.job.rounds,
-        **await watcher.run_in_reader_thread(load_figures),
+        **await watcher.add_stored_results(row, await watcher.run_in_reader_thread(load_figures)),
         "commands": _make_commands(row.job, row.id, watcher),
     }
 

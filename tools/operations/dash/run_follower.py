@@ -123,20 +123,18 @@ class RunFollower:
             rows = [rows[round(i * (len(rows) - 1) / (MAX_PLOT_POINTS - 1))] for i in range(MAX_PLOT_POINTS)]
         return rows
 
-    def find_last_metric(self) -> float | None:
-        """Return the metric of the latest evaluation of a trained model, weighted by examples, or None."""
-        all_scores = (
-            committed_round.scores
-            for committed_round in reversed(self.summary.committed_rounds())
-            if committed_round.rounds_before
-        )
-        return next((scores.weighted for scores in all_scores if scores is not None), None)
-
     def make_summary(self) -> dict[str, Any]:
         state, metric = self.state, columns.find_main_metric(self.row.job)
+        points = run_summary.progress_points(self.summary)
+        personal = [point.personal for point in points if point.rounds and point.personal]
         return {
             "done": self.summary.completed_rounds,
-            "metric": {"title": metric.title, "share": metric.share, "value": self.find_last_metric()},
+            "metric": {
+                "title": metric.title,
+                "share": metric.share,
+                "held_out": personal[-1].weighted if personal else None,
+                "test": None,
+            },
             "down_bytes": self.summary.total.down_bytes,
             "up_bytes": self.summary.total.up_bytes,
             "joules": state.usage.joules if state.usage.metered else None,

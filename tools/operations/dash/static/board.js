@@ -11,10 +11,10 @@ export function page(place, { name, again, ask }) {
   const head = h("p", { class: "soft" }), now = h("dl", { class: "tiles" }), refusal = h("p", { class: "notice", hidden: true });
   const spans = SPANS.map(([span, text]) => h("button", { type: "button", "data-span": span, onclick: () => { remember({ span: span === "2h" ? "" : span }); again(); } }, text));
   const plots = h("div", { class: "plots" });
-  const { made: list, body } = table("rounds of this board", [{ text: "Round" }, { text: "What became of it" }, { text: "Where its time went" }, { text: "Lasted", class: "number" }], "cards turns");
+  const { made: list, body } = table("rounds of this board", [{ text: "Round" }, { text: "Outcome" }, { text: "Where its time went" }, { text: "Lasted", class: "number" }], "cards turns");
   const none = h("p", { class: "none" });
   place.append(
-    h("p", { class: "crumbs" }, h("a", { href: "/" }, "Fleet")), h("h1", {}, name), head, now, refusal,
+    h("p", { class: "crumbs" }, h("a", { href: "/boards" }, "Fleet")), h("h1", {}, name), head, now, refusal,
     h("section", {}, h("h2", {}, "Sensors"), h("div", { class: "tabs small", role: "group", "aria-label": "span" }, spans), plots),
     h("section", {}, h("h2", {}, "Rounds"),
       h("ul", { class: "keys" }, ["wait", "down", "train", "up"].map((part) => h("li", {}, h("i", { class: `k p-${part}` }), part))),

@@ -37,7 +37,7 @@ export function page(place, { again, ask }) {
 
   async function show() {
     const told = await ask(`/api/fleet?${query}`), isGrid = query.get("view") === "grid";
-    unserved.hidden = told.served;
+    unserved.hidden = told.served || !told.counts.all;
     for (const each of tabs) {
       each.count.textContent = told.counts[each.name].toLocaleString("en");
       each.made.setAttribute("aria-pressed", String((query.get("state") ?? "all") === each.name));
@@ -52,7 +52,7 @@ export function page(place, { again, ask }) {
     list.hidden = isGrid || !told.boards.length;
     grid.hidden = keys.hidden = !isGrid || !told.boards.length;
     empty.hidden = told.boards.length > 0;
-    empty.textContent = told.counts.all ? "No board is like that." : "No board has been heard of yet: a coordinator notes them while it serves this home.";
+    empty.textContent = told.counts.all ? "No board matches." : "No board yet: `fedquilt agent` on a board connects it to a coordinator. Simulated devices are on the page of their run.";
     if (isGrid) { sync(grid, told.boards, (each) => each[0], cell); body.replaceChildren(); } else { sync(body, told.boards, (each) => each.device, row); grid.replaceChildren(); }
     pages.show(told.page, told.pages, told.found, "board");
   }

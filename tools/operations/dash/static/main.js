@@ -31,12 +31,12 @@ async function ask(path, options = {}) {
 // -- pages --
 
 const words = location.pathname.split("/").filter(Boolean).map(decodeURIComponent);
-const kinds = { boards: board, runs: words[1] ? run : runs, rollouts: words[1] ? rollout : rollouts, log };
+const kinds = { boards: words[1] ? board : fleet, runs: words[1] ? run : runs, rollouts: words[1] ? rollout : rollouts, log };
 const kind = kinds[words[0]] ?? fleet;
 const title = words[1] ?? { boards: "Fleet", runs: "Runs", rollouts: "Rollouts", log: "Log" }[words[0]] ?? "Fleet";
 document.title = `${title} · fedquilt`;
 for (const each of document.querySelectorAll("header nav a")) {
-  const here = each.pathname === "/" ? !words.length || words[0] === "boards" : each.pathname === `/${words[0]}`;
+  const here = each.pathname === `/${words[0] ?? "boards"}`;
   if (here) each.setAttribute("aria-current", "page");
 }
 

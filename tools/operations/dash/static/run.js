@@ -16,7 +16,7 @@ export function page(place, { name, again, ask, session, say }) {
   const back = h("button", { type: "button", onclick: () => step(-1) }, "Earlier"), on = h("button", { type: "button", onclick: () => step(1) }, "Later");
   const newest = h("button", { type: "button", onclick: () => { remember({ round: "", page: "" }); again(); } }, "Latest");
   const which = h("input", { type: "number", min: 1, inputmode: "numeric", onchange: () => { remember({ round: which.value, page: "" }); again(); } });
-  const { made: list, body } = table("devices in this round", [{ text: "Board" }, { text: "What became of it, or why it was not asked" }], "why");
+  const { made: list, body } = table("devices in this round", [{ text: "Board" }, { text: "Outcome, or why it was not selected" }], "why");
   const pages = pager((by) => { remember({ page: String(Number(query.get("page") || 1) + by) }); again(); });
   const frame = h("iframe", { title: "report of this run", sandbox: "allow-same-origin", hidden: true });
   const framed = h("p", { class: "none" }, "The report is being drawn.");
@@ -29,7 +29,7 @@ export function page(place, { name, again, ask, session, say }) {
   place.append(
     h("p", { class: "crumbs" }, h("a", { href: "/runs" }, "Runs")), h("h1", {}, name), head, acts.made, tiles, wait,
     h("section", {}, h("h2", {}, "Rounds"), plots),
-    h("section", { id: "why" }, h("h2", {}, "Who took part, and who not"), live,
+    h("section", { id: "why" }, h("h2", {}, "Devices of a round"), live,
       h("div", { class: "filters" }, h("label", {}, h("span", {}, "Round"), which), h("div", { class: "views" }, back, on, newest),
         field("Board or reason", "text", { placeholder: "pi-02, offline, memory" }, again)),
       counts, list, pages.made),
@@ -43,17 +43,18 @@ export function page(place, { name, again, ask, session, say }) {
     const value = told.metric;
     tiles.replaceChildren(
       tile("rounds", `${told.done} of ${told.rounds}`),
-      tile(value.title, metric(value, value.value), value.value === null ? "not evaluated" : ""),
+      tile(`held-out ${value.title}`, metric(value, value.held_out), value.held_out === null ? "not evaluated" : ""),
+      value.test === null ? "" : tile(`test ${value.title}`, metric(value, value.test)),
       tile("down", size(told.down_bytes)), tile("up", size(told.up_bytes)),
       tile("energy of the boards", joules(told.joules), told.tasks && told.metered < told.tasks ? `${told.metered} of ${told.tasks} tasks metered` : ""),
-      tile("refused", String(told.declined)),
-      tile("last fact", since(told.fact_at, "", " ago")));
+      tile("declined or rejected", String(told.declined)),
+      tile("last event", since(told.fact_at, "", " ago")));
     const now = told.now;
     wait.hidden = !now?.waits;
     if (now?.waits) wait.textContent = `Waits for ${now.waits}`;
     live.hidden = !now;
     if (now) {
-      live.replaceChildren(`Now: ${now.name}${now.attempt ? `, attempt ${now.attempt + 1}` : ""}, ${now.answered} of ${now.selected} updates`,
+      live.replaceChildren(`${now.name[0].toUpperCase()}${now.name.slice(1)}${now.attempt ? `, attempt ${now.attempt + 1}` : ""}, ${now.answered} of ${now.selected} updates`,
         now.asked.length ? "; at work: " : "", ...now.asked.slice(0, 12).flatMap((each, place) => [place ? ", " : "", boardLink(each)]), now.asked.length > 12 ? ` and ${now.asked.length - 12} more` : "");
     }
     draw(told);
@@ -67,18 +68,18 @@ export function page(place, { name, again, ask, session, say }) {
     const line = (title, of, className = "c0") => ({ name: title, class: className, points: told.table.map((row) => [row.round, of(row)]) });
     const scale = told.metric.share ? 100 : 1, unit = told.metric.share ? "%" : "";
     const share = (value) => (value === null || value === undefined ? null : scale * value);
-    const title = told.metric.title[0].toUpperCase() + told.metric.title.slice(1);
+    const title = `Held-out ${told.metric.title}`;
     plots.replaceChildren(
       plot(`${title}${unit && ", %"}`, [line("all", (row) => share(row.accuracy)), line("worst tenth", (row) => share(row.worst_decile), "c1"), line("spread", (row) => share(row.deviation), "c2")], across, { unit, most: told.metric.share ? 100 : undefined, nothing: "not evaluated yet" }),
       plot("Bytes a round, MB", [line("down", (row) => row.down_bytes / 1e6), line("up", (row) => row.up_bytes / 1e6, "c1")], across, { zero: true, unit: "MB", nothing: "no round yet" }),
-      plot("Energy a round, J", [line("all boards", (row) => row.joules)], across, { zero: true, unit: "J", nothing: "some board has no meter, or no round yet" }),
+      plot("Energy a round, J", [line("all boards", (row) => row.joules)], across, { zero: true, unit: "J", nothing: "no round yet, or a board without a meter" }),
       plot("Seconds a round", [line("from opening to end", (row) => row.seconds)], across, { zero: true, unit: "s", nothing: "no round yet" }));
   }
 
   async function because(wanted) {
     const told = await ask(`/api/runs/${encodeURIComponent(name)}/why?${wanted}`);
     list.hidden = told.round === null;
-    if (told.round === null) { counts.replaceChildren("Nobody has been looked at yet."); pages.show(1, 1, 0, "board"); return; }
+    if (told.round === null) { counts.replaceChildren("No round yet."); pages.show(1, 1, 0, "board"); return; }
     shownRound = told.round;
     if (document.activeElement !== which) which.value = told.round;
     which.max = told.last;

@@ -2,15 +2,15 @@
 import { bar, day, h, joules, metric, pager, query, remember, runLink, since, size, sync, table } from "./dom.js";
 
 export function page(place, { again, ask }) {
-  const { made: list, body } = table("runs", [{ text: "Run" }, { text: "Status" }, { text: "Rounds" }, { text: "Result", class: "number" }, { text: "Down and up", class: "number" }, { text: "Energy", class: "number" }, { text: "Who, and who not" }], "cards");
+  const { made: list, body } = table("runs", [{ text: "Run" }, { text: "Status" }, { text: "Rounds" }, { text: "Held-out", class: "number" }, { text: "Test", class: "number" }, { text: "Down and up", class: "number" }, { text: "Energy", class: "number" }, { text: "Now" }], "cards");
   const pages = pager((step) => { remember({ page: String(Number(query.get("page") || 1) + step) }); again(); });
-  const empty = h("p", { class: "none", hidden: true }, "No run yet: `fedquilt run JOB` begins one.");
-  const unserved = h("p", { class: "notice", hidden: true }, "No coordinator serves this home: no run goes on.");
+  const empty = h("p", { class: "none", hidden: true }, "No run yet: `fedquilt simulate DATA` or `fedquilt run JOB` starts one.");
+  const unserved = h("p", { class: "notice", hidden: true }, "No coordinator serves this home: unfinished runs wait for one.");
   list.hidden = true; // until something is known
   place.append(h("h1", {}, "Runs"), unserved, empty, list, pages.made);
   async function show() {
     const told = await ask(`/api/runs?${query}`);
-    unserved.hidden = told.served;
+    unserved.hidden = told.served || !told.runs.some((each) => each.now && each.origin === "run");
     empty.hidden = told.runs.length > 0;
     list.hidden = !told.runs.length;
     sync(body, told.runs, (each) => each.run, row);
@@ -52,17 +52,20 @@ export function tally(now, run) {
   return h("span", { class: "tally" }, now.counts.map((each) => h("a", { href: `/runs/${encodeURIComponent(run)}?round=${now.round}&code=${encodeURIComponent(each.code)}#why`, class: `code ${each.code}` }, `${each.count.toLocaleString("en")} ${each.text.split(":")[0]}`)));
 }
 
+const result = ({ metric: of }, data) => (of && of[data] !== null ? [metric(of, of[data]), h("small", {}, ` ${of.title}`)] : "–");
+
 function row(each) {
   const head = h("th", { scope: "row" }, runLink(each.run), h("small", {}, [each.method, each.began && `begun ${day(each.began)}`].filter(Boolean).join(", ")));
-  if (each.problem) return h("tr", {}, head, h("td", { "data-head": "Status" }, status(each.status)), h("td", { class: "words bad", colspan: 5 }, each.problem));
+  if (each.problem) return h("tr", {}, head, h("td", { "data-head": "Status" }, status(each.status)), h("td", { class: "words bad", colspan: 6 }, each.problem));
   const known = each.done !== undefined;
   const now = each.now;
   const td = (name, className, ...children) => h("td", { "data-head": name, class: className }, ...children);
   return h("tr", {}, head,
     td("Status", "", status(each.status)),
     td("Rounds", "", known ? h("span", { class: "work" }, bar(each.done / each.rounds, `${each.done} of ${each.rounds} rounds`), h("small", {}, `${each.done} of ${each.rounds}`)) : h("small", {}, "being read")),
-    td("Result", "number", known && each.metric.value !== null ? [metric(each.metric, each.metric.value), h("small", {}, ` ${each.metric.title}`)] : "–"),
+    td("Held-out", "number", result(each, "held_out")),
+    td("Test", "number", result(each, "test")),
     td("Down and up", "number", known ? size(each.down_bytes + each.up_bytes) : "–"),
     td("Energy", "number", known ? joules(each.joules) : "–"),
-    td("Who", "words", now ? [now.waits ? h("span", { class: "waits" }, `waits for ${now.waits}`) : h("span", {}, `${now.name}: ${now.answered} of ${now.selected} updates`), tally(now, each.run)] : each.reason || ""));
+    td("Now", "words", now ? [now.waits ? h("span", { class: "waits" }, `waits for ${now.waits}`) : h("span", {}, `${now.name}: ${now.answered} of ${now.selected} updates`), tally(now, each.run)] : each.reason || ""));
 }
