@@ -402,18 +402,6 @@ def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(fle
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
-def test_a_removed_device_that_still_runs_is_back_with_its_next_message(fleet, capsys):
-    stage, _, b = fleet
-    stage.said(capsys, "b", "--remove", "--force")
-    stage.play()
-    assert stage.known() == ["a"]
-    b.say("presence", b.presence, retain=True)
-    b.say("profile", b.profile, retain=True)
-    stage.play()
-    assert stage.known() == ["a", "b"]
-    assert "b" in stage.server.registry.online_devices(stage.broker.now_s)
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -8,7 +8,6 @@ import pytest
 from by_hand import constant_model
 from side_by_side import LONG, Worker, read_events, work
 
-from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.fleet.fair_share import (
     IDLE_LIMIT_BEFORE_START_S,
@@ -80,12 +79,6 @@ def test_jobs_that_all_wait_take_turns():
         gave_way[now] = float(turn)
         now = following
     assert "".join(seen) == "abcabca"
-
-
-def test_more_places_serve_more_jobs():
-    waiting = rows("running", "running", "queued", "queued")
-    assert select_jobs(waiting, waits(a=0.0, b=IDLE_LIMIT_S), {}, CoordinatorLimits(running=2)) == ["a", "c"]
-    assert select_jobs(waiting, waits(a=0.0, b=IDLE_LIMIT_S), {}, CoordinatorLimits(running=4)) == ["a", "c", "d", "b"]
 
 
 def test_one_submitter_has_no_more_places_than_the_quota():
@@ -262,15 +255,3 @@ def test_a_run_that_took_long_is_not_deleted_as_soon_as_it_has_ended(staged, mon
         stage.server._next_retention_s = 0.0
         stage.play()
         assert [row.id for row in stage.store.readable_jobs()] == left
-
-
-def test_why_ends_with_what_the_job_waits_for(staged, capsys):
-    stage = staged(cohort={**LONG, "min_devices": 3})
-    stage.hand("a")
-    stage.play()
-    assert main(["why", stage.job, "--home", str(stage.store.home)]) == 0
-    assert "waits for" not in capsys.readouterr().out  # nobody serves it
-    stage.store.acquire_lock()  # as the coordinator's process does
-    assert main(["why", stage.job, "--home", str(stage.store.home)]) == 0
-    said = f"{stage.job} waits for devices that run torch or numpy: 1 online, at least 3 needed"
-    assert capsys.readouterr().out.splitlines()[-1] == said

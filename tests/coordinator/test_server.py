@@ -18,12 +18,11 @@ from fedquilt.coordinator.rounds.events import (
     EligibilityRecorded,
     JobEnded,
     RoundCommitted,
-    TaskDeclined,
     UpdateAccepted,
     UpdateRejected,
 )
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.views import event_messages, round_outcomes, wait_reasons
+from fedquilt.coordinator.views import event_messages, round_outcomes
 from fedquilt.core import Profile, TaskSpec, Update, Usage
 from fedquilt.models.local_training import NetworkState
 
@@ -164,17 +163,6 @@ def test_an_attempt_that_is_over_takes_its_tasks_back(tmp_path):
     assert task.attempt == 1
 
 
-def test_an_attempt_that_nobody_was_asked_in_leaves_no_task_when_its_job_ends(tmp_path):
-    stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 2})
-    gone = stage.hand("gone")
-    stage.play()
-    gone.say("presence", wire.Presence(online=False, boot="1"), retain=True)
-    stage.play(35.0)
-    stage.store.set_status(stage.job, "stopping")
-    stage.play()
-    assert gone.tasks[-1] is None
-
-
 def test_a_stale_task_that_the_broker_kept_is_taken_back_when_it_is_claimed(stage):
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -201,61 +189,6 @@ def test_an_answer_that_counts_does_not_read_the_other_jobs_facts(stage, monkeyp
     stage.play()
     assert len(stage.told(UpdateAccepted)) == 3
     assert looked == [1]
-
-
-def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path):
-    stage = Stage(tmp_path, cohort={"min_battery": 0.2, "max_temperature_c": 70.0})
-    stage.play(0.1)  # nobody keeps what sensors said before the coordinator came
-    a, b = stage.hand("a"), stage.hand("b")
-    a.say("telemetry", wire.Telemetry(battery=0.1, charging=False))
-    b.say("telemetry", wire.Telemetry(temperature_c=85.0))
-    stage.play()
-    assert not stage.told(CohortSelected)
-    found = round_outcomes.load_outcomes(stage.store, stage.job).by_round
-    assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "hot"}
-    active = stage.server.find_job(stage.job)
-    wait = wait_reasons.find_wait(active.job_state, active.engines, ["a", "b"])
-    assert wait.text == (
-        "devices that run torch or numpy: 2 online, 1 not eligible (battery), 1 not eligible (hot), at least 1 needed"
-    )
-    b.say("telemetry", wire.Telemetry(temperature_c=60.0))
-    stage.play()
-    assert [fact.devices for fact in stage.told(CohortSelected)] == [("b",)]
-    b.say("telemetry", wire.Telemetry(temperature_c=90.0))  # from the work: it is not taken from it
-    stage.play()
-    b.answer(constant_model())
-    stage.play()
-    assert stage.store.stored_status(stage.job) == "done"
-    found = round_outcomes.load_outcomes(stage.store, stage.job).by_round
-    assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "answered"}
-
-
-def test_a_job_stops_when_its_bytes_are_used_up_and_says_what_joules_it_cannot_count(tmp_path):
-    stage = Stage(tmp_path, rounds=9, stop={"max_bytes": 10, "max_joules": 5.0})
-    a = stage.hand("a")
-    stage.play()
-    a.answer(constant_model(), usage=Usage(up_bytes=12))
-    stage.play()
-    assert [fact.round for fact in stage.told(RoundCommitted)] == [0]
-    assert stage.told(RoundCommitted)[0].warnings == (
-        "max_joules = 5 has no effect: no device of this job measures its energy. The job ends after its rounds or at "
-        "another limit of [stop]",
-    )
-    assert 2.0 < stage.told(RoundCommitted)[0].took_s < 4.2
-    assert [(fact.status, fact.reason) for fact in stage.told(JobEnded)] == [
-        ("done", "max_bytes: 12 bytes of 10 are used")
-    ]
-
-
-def test_a_limit_of_joules_that_no_board_counts_is_told_once_more_at_the_end(tmp_path):
-    stage = Stage(tmp_path, rounds=1, stop={"max_joules": 5.0})
-    a = stage.hand("a")
-    stage.play()
-    a.answer(constant_model(), usage=Usage())
-    stage.play()
-    (ended,) = stage.told(JobEnded)
-    assert ended.status == "done"
-    assert "max_joules = 5 has no effect" in ended.reason
 
 
 def test_boards_that_take_fewer_joules_are_preferred_where_the_job_says_so(tmp_path):
@@ -327,19 +260,6 @@ def test_a_coded_update_is_decoded_when_it_comes_and_kept_as_it_will_be_folded(c
     np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
 
 
-def test_coded_updates_on_both_sides_of_a_restart_count_as_if_there_were_none(coded):
-    a, b = coded.hand("a"), coded.hand("b")
-    coded.play()
-    by_int8(a, 1.0)
-    coded.play()
-    coded.restart()
-    coded.play()
-    by_int8(b, 3.0)
-    coded.play()
-    np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
-    assert coded.told(UpdateRejected) == []
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -394,17 +314,3 @@ def test_a_device_that_is_asked_again_at_the_deadline_works_on(tmp_path):
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     assert slow.tasks[-1] is None
-
-
-def test_a_task_that_somebody_emptied_at_the_broker_is_sent_again_at_once(stage):
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
-    a.say("claim", wire.Claim(job=a.tasks[-1].job, round=0, attempt=0, accepted=False, code="cleared"))
-    sent = len(a.tasks)
-    stage.play(0.5)
-    assert [task is not None for task in a.tasks[sent:]] == [True]
-    assert stage.told(TaskDeclined) == []
-    for hand in (a, b):
-        hand.answer(constant_model())
-    stage.play()
-    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]

@@ -20,7 +20,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateAccepted, UpdateLost, UpdateRejected
 from fedquilt.coordinator.updates import job_blobs
 from fedquilt.coordinator.views import event_messages
-from fedquilt.core import BlobRef, EvaluationSums, JobError, StoreError, Usage
+from fedquilt.core import BlobRef, EvaluationSums, JobError, StoreError
 from fedquilt.formats import job_bundle
 from fedquilt.host.disk import Disk, StrPath
 from fedquilt.methods import fedavg
@@ -123,20 +123,6 @@ def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_t
     assert found[0] == found[1]
 
 
-def test_a_device_that_knows_a_later_start_gets_its_task_from_a_still_later_one(stage, caplog):
-    hand = stage.hand("a")
-    stage.play()
-    claim = {"job": stage.job, "round": 0, "attempt": 0, "last_counted_round": 5, "epoch": 9}
-    for _ in range(2):
-        hand.say("claim", wire.Claim(**claim, accepted=False, code="counted"))
-        stage.play()
-    task = hand.tasks[-1]
-    assert task.epoch == 10
-    assert stage.store.epoch == 10
-    assert caplog.text.count("a has completed round 6") == 1
-    assert "this home is an older copy" in caplog.text
-
-
 def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(tmp_path, caplog):
     stage = Stage(tmp_path)
     hand = stage.hand("a")
@@ -189,18 +175,6 @@ def test_what_no_device_has_an_example_of_is_said_in_words(staged, answer, said)
         hand.answer(constant_model(), **answer)
     stage.play()
     assert stage.told(RoundCommitted)[0].warnings[-1] == said
-
-
-def test_a_profile_of_extremes_bricks_nothing(tmp_path):
-    stage = Stage(tmp_path, rounds=2, cohort={"prefer": "energy", "deadline": "predicted"})
-    a = stage.hand("a")
-    a.publish_operating_point(flops_per_s=1e-320, busy_w=1e24)
-    stage.play()
-    for _ in range(2):
-        a.answer(constant_model(), usage=Usage(wall_s=1.0, point="p"))
-        stage.play()
-    assert stage.store.stored_status(stage.job) == "done"
-    assert [fact.expected_s for fact in stage.told(UpdateAccepted)] == [None, None]
 
 
 def test_a_fact_that_cannot_be_kept_ends_its_job_and_not_the_coordinator(stage, monkeypatch):

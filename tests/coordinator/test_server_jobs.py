@@ -85,29 +85,6 @@ def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path):
     assert stage.store.stored_status(broken) == "failed"
 
 
-def test_a_job_whose_boards_have_gone_lets_the_next_one_be_done(tmp_path):
-    stage = Stage(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 2})
-    first, a, b = stage.job, stage.hand("a"), stage.hand("b")
-    stage.play()
-    a.answer(constant_model())
-    stage.play()
-    b.say("presence", wire.Presence(online=False, boot="1"), retain=True)
-    stage.play(25.0)  # longer than a grace
-    second = stage.add("k")
-    stage.play()
-    a.answer(constant_model())
-    stage.play()
-    assert [stage.store.stored_status(job) for job in (first, second)] == ["running", "done"]
-    b.say("presence", wire.Presence(online=True, boot="2"), retain=True)
-    stage.play()
-    b.answer(constant_model())
-    stage.play()
-    assert stage.store.stored_status(first) == "done"
-    assert [
-        fact.update.device for _, _, fact in stage.store.read_events(first) if isinstance(fact, UpdateAccepted)
-    ] == ["a", "b"]
-
-
 def test_jobs_whose_boards_never_come_have_their_turns_in_order(tmp_path):
     stage = Stage(tmp_path, limits=CoordinatorLimits(running=1))
     jobs = [stage.job, stage.add("k"), stage.add("l")]
@@ -142,18 +119,6 @@ def test_a_job_that_was_stopped_before_it_began_can_be_resumed(stage):
     assert stage.store.stored_status(stage.job) == "done"
 
 
-def test_a_stop_that_is_asked_for_while_a_job_is_taken_up_is_not_lost(stage, monkeypatch):
-    load = stage.server._job_loader._load
-
-    def stopped(method):
-        stage.store.set_status(stage.job, "stopping")
-        return load(method)
-
-    monkeypatch.setattr(stage.server._job_loader, "_load", stopped)
-    stage.play()
-    assert stage.store.stored_status(stage.job) == "stopped"
-
-
 def test_a_stop_that_is_asked_for_while_a_job_gives_way_is_not_lost(tmp_path, monkeypatch):
     stage = Stage(tmp_path, CoordinatorLimits())
     stage.hand("a")
@@ -167,21 +132,6 @@ def test_a_stop_that_is_asked_for_while_a_job_gives_way_is_not_lost(tmp_path, mo
     monkeypatch.setattr(fair_share, "select_jobs", nobody)
     stage.play(4.0)
     assert stage.store.stored_status(stage.job) == "stopped"
-
-
-def test_what_a_round_needed_is_dropped_when_the_next_ones_tasks_are_sent(tmp_path):
-    stage = Stage(tmp_path, rounds=2)
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
-    first = stage.server.active_jobs()[0].job_state.state
-    assert first is not None
-    updates = [a.answer(constant_model(2.0)), b.answer(constant_model(4.0))]
-    stage.play()
-    assert [fact.round for fact in stage.told(CohortSelected)] == [0, 1]
-    depot = stage.store.blob_store
-    assert not depot.has_blob(first)
-    assert not any(depot.has_blob(update.bundles["model"]) for update in updates)
-    assert depot.has_blob(stage.told(RoundCommitted)[0].state)
 
 
 SMALL_BYTES = 2048  # bundles of more are for the worker
@@ -344,19 +294,3 @@ def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path):
     a.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(id) == "done"
-
-
-def test_work_that_comes_while_its_job_is_stopped_is_kept_for_when_it_goes_on(stage):
-    _, b = half_answered(stage)
-    stage.store.set_status(stage.job, "stopping")
-    stage.play()
-    update = b.answer(constant_model())
-    stage.server.finished = False
-    stage.play()
-    assert b.acks == []
-    stage.store.set_status(stage.job, "running")
-    stage.restart()
-    stage.play()
-    b.say("update", update)
-    stage.play()
-    assert stage.store.stored_status(stage.job) == "done"

@@ -74,15 +74,6 @@ def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(stage, m
     assert RunningJob(row, stage.store, 0.0, methods.load("fedavg")).job_state.phase == "done"
 
 
-def test_after_a_restart_a_task_waits_for_what_its_device_says_it_is(stage):
-    a = stage.hand("a")
-    stage.play()
-    stage.restart()
-    stage.play()
-    assert {task.engine for task in a.tasks if task is not None} == {"numpy"}
-    assert sum(task is not None for task in a.tasks) > 1
-
-
 def test_boards_that_are_gone_are_waited_for_without_a_turn_of_the_loop(tmp_path):
     stage = Stage(tmp_path, cohort={**TABLE["cohort"], "deadline_s": 15.0, "attempts": 3})
     hands = [stage.hand(name) for name in "ab"]

@@ -137,33 +137,6 @@ def test_a_board_of_another_job_that_goes_offline_is_not_waited_for(staged):
     assert [fact.update.device for fact in read_events(stage, second, UpdateAccepted)] == ["a"]
 
 
-def test_an_old_message_about_one_job_takes_nothing_from_another(two_jobs):
-    stage, first, second, a, b = two_jobs
-    a.answer(constant_model())
-    stage.play()
-    task = a.tasks[-1]
-    assert task.job == second
-    a.say("claim", wire.Claim(job=first, round=0, attempt=0, accepted=True))
-    a.say("claim", wire.Claim(job="of-old", round=0, attempt=0, accepted=True))
-    a.answer(constant_model(), job="of-old")
-    stage.play()
-    assert a.tasks[-1] == task
-    b.answer(constant_model())
-    stage.play()
-    assert stage.store.stored_status(first) == "done"
-
-
-def test_blobs_that_two_jobs_have_in_common_outlive_the_first(two_jobs):
-    stage, _, second, a, b = two_jobs
-    a.answer(constant_model())
-    b.answer(constant_model())
-    stage.play()
-    for hand in (a, b):
-        task = hand.tasks[-1]
-        assert task.job == second
-        assert all(stage.store.blob_store.has_blob(ref) for ref in task.bundles.values())
-
-
 def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(staged):
     settings = {"rounds": 3, "cohort": {**LONG, "size": 1}}
     stage = staged(**settings)
