@@ -123,9 +123,7 @@ def running(tmp_path: Path, request: pytest.FixtureRequest) -> RunningJob:
     """A round in which three devices are asked; of "robust" updates are folded in the order of devices."""
     cohort = {"start_devices": 3, "deadline_s": 1000.0}
     stage = Stage(tmp_path, method=request.param, cohort=cohort)
-    for name in "abc":
-        stage.hand(name)
-    stage.play()
+    stage.connect("abc")
     return stage.server.active_jobs()[0]
 
 

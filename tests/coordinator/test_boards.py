@@ -363,8 +363,7 @@ def fleet(tmp_path: Path) -> tuple[Home, Hand, Hand]:
     """Two devices with a task each."""
     stage = Home(tmp_path, cohort={"deadline_s": 600.0})
     assert stage.store.acquire_lock()
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
+    a, b = stage.connect("ab")
     return stage, a, b
 
 
@@ -396,8 +395,7 @@ def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(fle
     assert [(fact.device, fact.reason) for fact in stage.told(UpdateRejected)] == [("b", responses.REMOVED)]
     assert b.tasks[-1] is None
     assert stage.retained("b") == []
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a"]
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 

@@ -140,9 +140,7 @@ def test_a_job_that_comes_later_starts_level_with_the_others(staged, waits):
 
 def test_a_cohort_of_some_boards_is_drawn_from_the_free_ones_and_the_log_says_why(staged):
     stage = staged(cohort={**LONG, "size": 1})
-    for name in "abc":
-        stage.hand(name)
-    stage.play()
+    stage.connect("abc")
     (had,) = stage.told(CohortSelected)[0].devices
     second = stage.add("k", cohort={**LONG, "size": 2})
     stage.play()
@@ -164,14 +162,12 @@ def test_a_job_that_waits_for_boards_of_others_writes_nothing_meanwhile(staged):
 
 def test_a_submitters_jobs_have_no_more_boards_than_its_share(staged):
     stage = staged(CoordinatorLimits(submitter=SubmitterLimits(share=0.5)), cohort=LONG)
-    hands = [stage.hand(name) for name in "abcd"]
-    stage.play()
+    hands = stage.connect("abcd")
     at_work = [hand for hand in hands if hand.tasks and hand.tasks[-1]]
     assert len(at_work) == 2
     codes = {name: part.code for name, part in round_outcomes.load_outcomes(stage.store, stage.job).by_round[0].items()}
     assert codes == {hand.name: "asked" if hand in at_work else "share" for hand in hands}
-    at_work[0].answer(constant_model())
-    stage.play()
+    stage.submit(at_work[0])
     assert len([hand for hand in hands if hand.tasks and hand.tasks[-1]]) == 2
     workers = [Worker(hand, {}) for hand in hands]
     work(stage, workers, 10.0)
@@ -181,8 +177,7 @@ def test_a_submitters_jobs_have_no_more_boards_than_its_share(staged):
 
 def test_why_says_that_a_job_waits_for_its_submitters_share(staged):
     stage = staged(CoordinatorLimits(submitter=SubmitterLimits(share=0.5)), cohort={**LONG, "size": 2})
-    hands = [stage.hand(name) for name in "abcd"]
-    stage.play()
+    hands = stage.connect("abcd")
     second = stage.add("k", cohort={**LONG, "size": 1})
     stage.play(30.0)
     codes = [part.code for part in round_outcomes.load_outcomes(stage.store, stage.job).by_round[0].values()]
@@ -214,8 +209,7 @@ def test_ls_says_what_a_job_waits_for_and_what_each_alone_takes_on_the_disk(two_
     ref = stage.store.blob_store.find_ref(state)
     assert ref is not None
     assert all(own[id] > 0 for id in (first, second, third))
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     grown = retention.exclusive_bytes(stage.store)[first] - own[first]
     assert grown > next(iter(stage.told(UpdateAccepted)[0].update.bundles.values())).size  # and the fact
     assert b.tasks[-1] is not None
@@ -237,8 +231,7 @@ def test_ended_runs_are_deleted_as_the_settings_say_while_others_run(staged):
     stage.server._next_retention_s = 0.0
     stage.play()
     assert [row.id for row in stage.store.readable_jobs()] == [ended[-1], second]
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     assert stage.store.stored_status(second) == "done"
 
 
@@ -249,8 +242,7 @@ def test_a_run_that_took_long_is_not_deleted_as_soon_as_it_has_ended(staged, mon
         monkeypatch.setattr(time, "time", lambda later_s=later_s: now + later_s)
         stage.play()
         if later_s == 7200.0:
-            a.answer(constant_model())
-            stage.play()
+            stage.submit(a)
             assert stage.store.stored_status(stage.job) == "done"
         stage.server._next_retention_s = 0.0
         stage.play()

@@ -187,8 +187,7 @@ def test_an_update_that_came_in_time_counts_though_it_is_read_past_the_deadline(
     settle(stage)
     stage.play()
     for name in "ab":
-        hands[name].answer(constant_model(1.0))
-        stage.play()
+        stage.submit(hands[name])
         settle(stage)
     worker.submit(lambda: gate.wait(60), lambda result, now_s: None)
     hands["c"].answer(constant_model(2.0))
@@ -208,8 +207,7 @@ def test_an_update_that_came_in_time_counts_though_it_is_read_past_the_deadline(
 def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examined_once(tmp_path):
     worker, gate = ThreadWorker(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker)
-    hand = stage.hand("a")
-    stage.play()
+    (hand,) = stage.connect("a")
     settle(stage)
     stage.play()
     worker.submit(lambda: gate.wait(60), lambda result, now_s: None)
@@ -231,8 +229,7 @@ def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examin
 def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(tmp_path, monkeypatch):
     worker, gate = ThreadWorker(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker, cohort={**COHORT, "start_devices": 2})
-    hand, _ = stage.hand("a"), stage.hand("b")
-    stage.play()
+    hand, _ = stage.connect("ab")
     settle(stage)
     stage.play()
     worker.submit(lambda: gate.wait(60), lambda result, now_s: None)

@@ -42,9 +42,7 @@ def test_a_broker_that_is_away_for_long_costs_no_attempt(tmp_path):
     _away(stage, 600.0)
     stage.play(RECONNECT.max_s + 15.0)  # of the 30 s, 20 were left
     assert stage.told(RoundRetried) == []
-    for hand in hands:
-        hand.answer(constant_model())
-    stage.play()
+    stage.submit(*hands)
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b", "c"]
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
@@ -77,9 +75,7 @@ def test_a_coordinator_that_starts_before_its_broker_waits_with_the_round(tmp_pa
     assert stage.told(RoundRetried) == []
     stage.link.connected = True
     stage.play(1.0)
-    for hand in hands:
-        hand.answer(constant_model())
-    stage.play()
+    stage.submit(*hands)
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
@@ -254,8 +250,7 @@ def test_a_device_that_is_back_within_5_s_is_waited_for(tmp_path):
     c.say("presence", c.presence, retain=True)
     stage.play(500.0)
     assert stage.told(RoundClosed) == []
-    c.answer(constant_model())
-    stage.play()
+    stage.submit(c)
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b", "c"]
 
 

@@ -28,8 +28,7 @@ from fedquilt.models.local_training import NetworkState
 
 
 def test_updates_are_averaged_and_the_job_ends(stage):
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
+    a, b = stage.connect("ab")
     a.answer(constant_model(1.0), weight=1.0)
     b.answer(constant_model(5.0), weight=3.0)
     stage.play()
@@ -51,8 +50,7 @@ def test_a_round_that_follows_a_long_computation_has_its_whole_deadline(tmp_path
         return commit(job, *rest)
 
     monkeypatch.setattr(RunningJob, "_compute_commit", slowly)
-    hand = stage.hand("a")
-    stage.play()
+    (hand,) = stage.connect("a")
     for _ in range(2):
         hand.answer(constant_model())
         stage.play()  # past the commit, which ends it early
@@ -63,10 +61,8 @@ def test_a_round_that_follows_a_long_computation_has_its_whole_deadline(tmp_path
 
 def test_a_step_that_commits_a_round_wants_the_next_step_at_once(tmp_path):
     stage = Stage(tmp_path, rounds=2)
-    hand = stage.hand("a")
-    stage.play()
-    hand.answer(constant_model())
-    stage.play()
+    (hand,) = stage.connect("a")
+    stage.submit(hand)
     commits = [(now, due) for (*_, before), (now, due, after) in itertools.pairwise(stage.steps) if after > before]
     assert [due - now for now, due in commits] == [0.0]
 
@@ -86,10 +82,8 @@ def test_the_executor_keeps_up_its_connection_while_a_method_computes(stage, mon
 
     monkeypatch.setattr(stage.executor, "keep_alive", tended)
     monkeypatch.setattr(RunningJob, "_compute_commit", noted)
-    hand = stage.hand("a")
-    stage.play()
-    hand.answer(constant_model())
-    stage.play()
+    (hand,) = stage.connect("a")
+    stage.submit(hand)
     assert told == ["tended", "computes", "back"]
 
 
@@ -115,12 +109,9 @@ def test_a_device_is_answered_when_the_fact_of_its_update_is_written(stage, monk
         written.append({fact.update.device for fact in facts if isinstance(fact, UpdateAccepted)})
         answer(device, ack)
 
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
+    a, b = stage.connect("ab")
     monkeypatch.setattr(stage.executor, "send_ack", answered)
-    a.answer(constant_model())
-    b.answer(constant_model())
-    stage.play()
+    stage.submit(a, b)
     assert written == [{"a", "b"}] * 2
 
 
@@ -153,8 +144,7 @@ def test_an_unclaimed_task_is_sent_again_ever_more_rarely(stage):
 
 def test_an_attempt_that_is_over_takes_its_tasks_back(tmp_path):
     stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 2, "min_devices": 1})
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
+    a, b = stage.connect("ab")
     a.say("presence", wire.Presence(online=False, boot="1"), retain=True)
     stage.play(32.0)
     assert [(fact.attempt, fact.devices) for fact in stage.told(CohortSelected)] == [(0, ("a", "b")), (1, ("b",))]
@@ -164,10 +154,8 @@ def test_an_attempt_that_is_over_takes_its_tasks_back(tmp_path):
 
 
 def test_a_stale_task_that_the_broker_kept_is_taken_back_when_it_is_claimed(stage):
-    a, _ = stage.hand("a"), stage.hand("b")
-    stage.play()
-    a.answer(constant_model())
-    stage.play()
+    a, _ = stage.connect("ab")
+    stage.submit(a)
     heard = len(a.tasks)
     a.say("claim", wire.Claim(job="of-old", round=7, attempt=0, accepted=True))
     stage.play()
@@ -184,11 +172,25 @@ def test_an_answer_that_counts_does_not_read_the_other_jobs_facts(stage, monkeyp
     hands = [stage.hand(name) for name in "abc"]
     stage.play(1.0)
     monkeypatch.setattr(Store, "referenced_blobs", counted)
-    for hand in hands:
-        hand.answer(constant_model())
-    stage.play()
+    stage.submit(*hands)
     assert len(stage.told(UpdateAccepted)) == 3
     assert looked == [1]
+
+
+def test_a_job_stops_when_its_bytes_are_used_up_and_says_what_joules_it_cannot_count(tmp_path):
+    stage = Stage(tmp_path, rounds=9, stop={"max_bytes": 10, "max_joules": 5.0})
+    (a,) = stage.connect("a")
+    a.answer(constant_model(), usage=Usage(up_bytes=12))
+    stage.play()
+    assert [fact.round for fact in stage.told(RoundCommitted)] == [0]
+    assert stage.told(RoundCommitted)[0].warnings == (
+        "max_joules = 5 has no effect: no device of this job measures its energy. The job ends after its rounds or at "
+        "another limit of [stop]",
+    )
+    assert 2.0 < stage.told(RoundCommitted)[0].took_s < 4.2
+    assert [(fact.status, fact.reason) for fact in stage.told(JobEnded)] == [
+        ("done", "max_bytes: 12 bytes of 10 are used")
+    ]
 
 
 def test_boards_that_take_fewer_joules_are_preferred_where_the_job_says_so(tmp_path):
@@ -310,7 +312,6 @@ def test_a_device_that_is_asked_again_at_the_deadline_works_on(tmp_path):
     assert [fact.attempt for fact in stage.told(CohortSelected)] == [0, 1, 2]
     attempts = [task.attempt if task else None for task in slow.tasks]
     assert list(dict.fromkeys(attempts)) == [0, 1, 2]
-    slow.answer(constant_model())
-    stage.play()
+    stage.submit(slow)
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     assert slow.tasks[-1] is None

@@ -42,8 +42,7 @@ from fedquilt.models.local_training import NetworkState
     ],
 )
 def test_a_bad_update_is_refused_with_its_reason_and_costs_nothing(stage, model, said):
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
+    a, b = stage.connect("ab")
     b.answer(constant_model(2.0))
     a.answer(model)
     stage.play()
@@ -60,8 +59,7 @@ def test_a_bad_update_is_refused_with_its_reason_and_costs_nothing(stage, model,
     ],
 )
 def test_a_device_counts_as_no_more_examples_than_it_has(stage, weight, examples, said):
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
+    a, b = stage.connect("ab")
     a.answer(constant_model(5.0), weight=weight, usage=Usage(examples=examples))
     b.answer(constant_model(2.0), weight=30.0, usage=Usage(examples=30))
     stage.play()
@@ -71,16 +69,14 @@ def test_a_device_counts_as_no_more_examples_than_it_has(stage, weight, examples
 
 
 def test_a_state_that_is_not_finite_is_not_committed(stage, monkeypatch):
-    a = stage.hand("a")
-    stage.play()
+    (a,) = stage.connect("a")
     assert stage.server.find_job(stage.job) is not None
     broken = {**constant_model(), "1.bias": np.array([np.inf, 1], np.float32)}
     method = dataclasses.replace(
         stage.server.find_job(stage.job).method, step=lambda state, total: dataclasses.replace(state, model=broken)
     )
     monkeypatch.setattr(stage.server.find_job(stage.job), "method", method)
-    a.answer(constant_model(1.0))
-    stage.play()
+    stage.submit(a)
     assert not stage.told(RoundCommitted)
     (ended,) = stage.told(JobEnded)
     assert ended.status == "failed"
@@ -88,8 +84,7 @@ def test_a_state_that_is_not_finite_is_not_committed(stage, monkeypatch):
 
 
 def test_an_update_that_is_no_tensors_at_all_is_refused(stage):
-    a = stage.hand("a")
-    stage.play()
+    (a,) = stage.connect("a")
     a.answer(constant_model(), bundles={"model": a.depot.store_bytes(b"\x80\x04pickle!")})
     stage.play()
     assert "not a safetensors blob" in stage.told(UpdateRejected)[0].reason
@@ -104,8 +99,7 @@ def test_an_update_that_is_no_tensors_at_all_is_refused(stage):
     ],
 )
 def test_an_update_is_refused_for_its_manifest_before_a_byte_of_it_is_fetched(stage, changed, said):
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
+    a, b = stage.connect("ab")
     model = {**constant_model(), **changed}
     held = {path.name for path in stage.store.blob_store.folder.iterdir()}
     a.answer(model, layouts={"model": tensors.layout_from_tensors(model)})
@@ -124,8 +118,7 @@ def test_an_update_is_refused_for_its_manifest_before_a_byte_of_it_is_fetched(st
 def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(stage, monkeypatch, ends):
     unchecked = replace(fedavg.METHOD, aggregation=Aggregation(fedavg.fold))  # else none of them would be fetched
     monkeypatch.setattr(methods, "load", lambda name: unchecked)
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
+    a, b = stage.connect("ab")
     before = {path.name for path in stage.store.blob_store.folder.iterdir()}
     size = 2_000_000
     for number in range(20):
@@ -151,8 +144,7 @@ def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(s
 @pytest.mark.parametrize("topic", ["progress", "nonsense"])
 def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(tmp_path, caplog, topic):
     stage = Stage(tmp_path, rounds=2, cohort={"deadline_s": 5000.0, "quorum": 0.5})
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
+    a, b = stage.connect("ab")
     for _ in range(20_000):
         a.say(topic, wire.Progress(job="j", round=0, attempt=0, fraction=0.5))
     stage.play(0.2)
@@ -171,8 +163,7 @@ def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(tmp_path
 
 
 def test_a_device_cannot_speak_for_another(stage, caplog):
-    a, _ = stage.hand("a"), stage.hand("b")
-    stage.play()
+    a, _ = stage.connect("ab")
     a.answer(constant_model(), device="b")
     stage.play()
     assert not stage.told(UpdateAccepted)
@@ -181,12 +172,21 @@ def test_a_device_cannot_speak_for_another(stage, caplog):
 
 
 def test_garbage_from_the_network_is_counted_and_dropped(stage):
-    a = stage.hand("a")
-    stage.play()
+    (a,) = stage.connect("a")
     for leaf in ("presence", "profile", "claim", "update", "blob/get", "nonsense"):
         a.say(leaf, b"\x00garbage")
     stage.play()
     assert stage.executor.malformed_messages.dropped == 6
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     assert stage.server.finished
+
+
+def test_garbage_floods_no_log(tmp_path, caplog):
+    stage = Stage(tmp_path, cohort={"deadline_s": 2000.0})
+    (a,) = stage.connect("a")
+    for _ in range(200):
+        a.say("claim", b"\x00garbage")
+    stage.play(650.0)
+    told = [record.message for record in caplog.records if "dropped" in record.message]
+    assert len(told) == 4
+    assert told[-1].startswith("dropped 197 more messages under fq/1/f/dev/a/up; the last: ")

@@ -16,6 +16,7 @@ from fedquilt.coordinator.rounds.events import (
     JobEnded,
     JobResumed,
     JobStarted,
+    RoundClosed,
     RoundCommitted,
     RoundRetried,
     TaskDeclined,
@@ -105,6 +106,28 @@ def test_the_places_told_afterwards_are_those_of_the_draw_in_every_round():
     for number, told in round_outcomes.outcomes_by_round(facts, plan).items():
         places = sorted(part.position for part in told.values() if part.code == "drawn")
         assert places == [3, 4, 5, 6, 7], number
+
+
+def test_what_became_of_those_who_were_asked_is_told():
+    facts = [
+        JobStarted(BLOB),
+        EligibilityRecorded(0, ("a", "b", "c", "d")),
+        CohortSelected(0, 0, ("a", "b")),
+        TaskDeclined(0, "a", "memory", "too big"),
+        CohortSelected(0, 0, ("c",)),
+        UpdateRejected(0, "c", "NaN"),
+        CohortSelected(0, 0, ("d",)),
+        UpdateAccepted(0, update("d")),
+        RoundClosed(0),
+        RoundCommitted(0, BLOB, False, {}),
+    ]
+    told = round_outcomes.outcomes_by_round(facts, PLAN)[0]
+    assert [told[device].text for device in "abcd"] == [
+        "declined (memory): too big",
+        "selected; no update before the round closed",
+        "update refused: NaN",
+        "update received",
+    ]
 
 
 def test_a_device_that_was_silent_through_an_attempt_says_so():
