@@ -152,12 +152,6 @@ def test_the_rounds_compared_are_taken_together() -> None:
     assert msgspec.json.decode(msgspec.json.encode(found)) == found  # the command's other form
 
 
-def test_scores_that_differ_are_no_speed_up() -> None:
-    same, other = round_of(1, 90.0, 2.0), round_of(5, 90.0, 2.0, stray=0.01)
-    assert stitch._build_result(64, WHOLE, OWN, [same])["figures"]["difference_of_scores"]["reached"]
-    assert not stitch._build_result(64, WHOLE, OWN, [same, other])["figures"]["difference_of_scores"]["reached"]
-
-
 def test_large_images_are_held_to_more() -> None:
     """25 times faster is enough for output scores at both sizes, and for hybrid ones at the small size only."""
     compared = [round_of(5, 100.0, 4.0)]
