@@ -152,6 +152,18 @@ class Stage:
         self.hands.append(Hand(self.broker, name, self.folder / name, **changes))
         return self.hands[-1]
 
+    def connect(self, names: str) -> list[Hand]:
+        """Connect a device for each letter, and advance virtual time until they have their tasks."""
+        hands = [self.hand(name) for name in names]
+        self.play()
+        return hands
+
+    def submit(self, *hands: Hand, factor: float = 1.0) -> None:
+        """Submit updates with this value in all tensors, and advance virtual time until they are counted."""
+        for hand in hands:
+            hand.answer(constant_model(factor))
+        self.play()
+
     def play(self, seconds: float = 2.0) -> None:
         """Advance virtual time in steps of 50 ms."""
         end_s = self.broker.now_s + seconds

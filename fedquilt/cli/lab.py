@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 from fedquilt.cli import home_access, jobs, options
 from fedquilt.cli.commands import argument, option, verb, verb_group, verbosity
 from fedquilt.console import progress
-from fedquilt.core import StoreError
+from fedquilt.core import JobError, StoreError
 
 
 @verb()

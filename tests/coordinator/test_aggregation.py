@@ -75,16 +75,6 @@ def test_what_adds_up_in_any_order_is_folded_as_it_comes_and_anew_only_when_it_d
     assert left(folded("c", any_order=True), "a", c=update("c", weight=2.0)) == (None, ["a", "c"])
 
 
-def test_what_does_not_come_after_all_others_cannot_be_added():
-    made = folded("b")
-    assert not made.can_fold_in_order("a")
-    assert not made.can_fold_in_order("b")
-    assert made.can_fold_in_order("c")
-    assert made.contains_update(update("b"))
-    assert not made.contains_update(update("b", weight=2.0))
-    assert not made.contains_update(update("c"))
-
-
 def test_an_update_is_folded_at_once_if_nobody_before_it_is_awaited_or_the_order_does_not_matter():
     answered = {"b": update("b")}
     assert folded("b").can_fold_now("c", answered, {"c", "d"})
@@ -133,9 +123,7 @@ def running(tmp_path: Path, request: pytest.FixtureRequest) -> RunningJob:
     """A round in which three devices are asked; of "robust" updates are folded in the order of devices."""
     cohort = {"start_devices": 3, "deadline_s": 1000.0}
     stage = Stage(tmp_path, method=request.param, cohort=cohort)
-    for name in "abc":
-        stage.hand(name)
-    stage.play()
+    stage.connect("abc")
     return stage.server.active_jobs()[0]
 
 
@@ -256,18 +244,6 @@ def ordered(tmp_path: Path) -> Iterator[Round]:
     made = Round(tmp_path, method=replace(fedavg.METHOD, aggregation=Aggregation(in_order)))
     yield made
     made.store.close()
-
-
-def test_an_update_that_adds_up_is_read_once_whoever_is_awaited_still(stage, monkeypatch):
-    read = []
-    plain = stage.store.blob_store.load
-    monkeypatch.setattr(stage.store.blob_store, "load", lambda sha256: (read.append(sha256), plain(sha256))[1])
-    stage.ask("dcba")
-    for index, device in enumerate("dcba"):
-        stage.take(device, float(index))
-    assert (len(read), stage.job.aggregator._cached_updates) == (4, {})
-    assert stage.commit() == 1.5
-    assert len(read) == 5  # the updates, and the state that the commit has stored
 
 
 def test_what_was_folded_before_a_commit_failed_counts_once(stage, monkeypatch):

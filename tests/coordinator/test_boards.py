@@ -366,8 +366,7 @@ def fleet(tmp_path: Path) -> tuple[Home, Hand, Hand]:
     """Two devices with a task each."""
     stage = Home(tmp_path, cohort={"deadline_s": 600.0})
     assert stage.store.acquire_lock()
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
+    a, b = stage.connect("ab")
     return stage, a, b
 
 
@@ -399,22 +398,9 @@ def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(fle
     assert [(fact.device, fact.reason) for fact in stage.told(UpdateRejected)] == [("b", responses.REMOVED)]
     assert b.tasks[-1] is None
     assert stage.retained("b") == []
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a"]
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
-
-
-def test_a_removed_device_that_still_runs_is_back_with_its_next_message(fleet, capsys):
-    stage, _, b = fleet
-    stage.said(capsys, "b", "--remove", "--force")
-    stage.play()
-    assert stage.known() == ["a"]
-    b.say("presence", b.presence, retain=True)
-    b.say("profile", b.profile, retain=True)
-    stage.play()
-    assert stage.known() == ["a", "b"]
-    assert "b" in stage.server.registry.online_devices(stage.broker.now_s)
 
 
 @pytest.mark.parametrize(

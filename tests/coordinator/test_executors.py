@@ -158,18 +158,6 @@ def test_what_had_come_for_an_update_that_is_wanted_no_more_is_not_taken_for_the
     assert site.depot.has_blob(other)
 
 
-def test_the_same_update_offered_twice_while_it_is_fetched_arrives_once(site):
-    both = [site.has(FIRST), site.has(SECOND)]
-    site.executor.fetch_blobs("a", both)
-    site.until_begun(both[0])
-    site.executor.fetch_blobs("a", both)
-    assert site.play() == [UpdateReceived("a")]
-    most_bytes = sum(ref.size for ref in both) + PACKET_BYTES
-    assert site.executor._transfers.traffic_bytes("a", "up") <= most_bytes
-    site.executor.fetch_blobs("a", both)
-    assert site.play() == [UpdateReceived("a")]
-
-
 def test_another_update_of_the_device_takes_the_place_of_the_one_that_is_fetched(site):
     first, second, shared = site.has(FIRST), site.has(SECOND), site.has(b"both have it")
     site.given.remove(first.sha256)

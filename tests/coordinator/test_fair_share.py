@@ -8,7 +8,6 @@ import pytest
 from by_hand import constant_model
 from side_by_side import LONG, Worker, read_events, work
 
-from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.fleet.fair_share import (
     IDLE_LIMIT_BEFORE_START_S,
@@ -82,12 +81,6 @@ def test_jobs_that_all_wait_take_turns():
     assert "".join(seen) == "abcabca"
 
 
-def test_more_places_serve_more_jobs():
-    waiting = rows("running", "running", "queued", "queued")
-    assert select_jobs(waiting, waits(a=0.0, b=IDLE_LIMIT_S), {}, CoordinatorLimits(running=2)) == ["a", "c"]
-    assert select_jobs(waiting, waits(a=0.0, b=IDLE_LIMIT_S), {}, CoordinatorLimits(running=4)) == ["a", "c", "d", "b"]
-
-
 def test_one_submitter_has_no_more_places_than_the_quota():
     waiting = rows("queued", "queued", "queued", "queued", submitters="aaab")
     assert select_jobs(waiting, {}, {}, CoordinatorLimits(running=3, submitter=SubmitterLimits(running=2))) == [
@@ -147,9 +140,7 @@ def test_a_job_that_comes_later_starts_level_with_the_others(staged, waits):
 
 def test_a_cohort_of_some_boards_is_drawn_from_the_free_ones_and_the_log_says_why(staged):
     stage = staged(cohort={**LONG, "size": 1})
-    for name in "abc":
-        stage.hand(name)
-    stage.play()
+    stage.connect("abc")
     (had,) = stage.told(CohortSelected)[0].devices
     second = stage.add("k", cohort={**LONG, "size": 2})
     stage.play()
@@ -171,14 +162,12 @@ def test_a_job_that_waits_for_boards_of_others_writes_nothing_meanwhile(staged):
 
 def test_a_submitters_jobs_have_no_more_boards_than_its_share(staged):
     stage = staged(CoordinatorLimits(submitter=SubmitterLimits(share=0.5)), cohort=LONG)
-    hands = [stage.hand(name) for name in "abcd"]
-    stage.play()
+    hands = stage.connect("abcd")
     at_work = [hand for hand in hands if hand.tasks and hand.tasks[-1]]
     assert len(at_work) == 2
     codes = {name: part.code for name, part in round_outcomes.load_outcomes(stage.store, stage.job).by_round[0].items()}
     assert codes == {hand.name: "asked" if hand in at_work else "share" for hand in hands}
-    at_work[0].answer(constant_model())
-    stage.play()
+    stage.submit(at_work[0])
     assert len([hand for hand in hands if hand.tasks and hand.tasks[-1]]) == 2
     workers = [Worker(hand, {}) for hand in hands]
     work(stage, workers, 10.0)
@@ -188,8 +177,7 @@ def test_a_submitters_jobs_have_no_more_boards_than_its_share(staged):
 
 def test_why_says_that_a_job_waits_for_its_submitters_share(staged):
     stage = staged(CoordinatorLimits(submitter=SubmitterLimits(share=0.5)), cohort={**LONG, "size": 2})
-    hands = [stage.hand(name) for name in "abcd"]
-    stage.play()
+    hands = stage.connect("abcd")
     second = stage.add("k", cohort={**LONG, "size": 1})
     stage.play(30.0)
     codes = [part.code for part in round_outcomes.load_outcomes(stage.store, stage.job).by_round[0].values()]
@@ -221,8 +209,7 @@ def test_ls_says_what_a_job_waits_for_and_what_each_alone_takes_on_the_disk(two_
     ref = stage.store.blob_store.find_ref(state)
     assert ref is not None
     assert all(own[id] > 0 for id in (first, second, third))
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     grown = retention.exclusive_bytes(stage.store)[first] - own[first]
     assert grown > next(iter(stage.told(UpdateAccepted)[0].update.bundles.values())).size  # and the fact
     assert b.tasks[-1] is not None
@@ -244,8 +231,7 @@ def test_ended_runs_are_deleted_as_the_settings_say_while_others_run(staged):
     stage.server._next_retention_s = 0.0
     stage.play()
     assert [row.id for row in stage.store.readable_jobs()] == [ended[-1], second]
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     assert stage.store.stored_status(second) == "done"
 
 
@@ -256,21 +242,8 @@ def test_a_run_that_took_long_is_not_deleted_as_soon_as_it_has_ended(staged, mon
         monkeypatch.setattr(time, "time", lambda later_s=later_s: now + later_s)
         stage.play()
         if later_s == 7200.0:
-            a.answer(constant_model())
-            stage.play()
+            stage.submit(a)
             assert stage.store.stored_status(stage.job) == "done"
         stage.server._next_retention_s = 0.0
         stage.play()
         assert [row.id for row in stage.store.readable_jobs()] == left
-
-
-def test_why_ends_with_what_the_job_waits_for(staged, capsys):
-    stage = staged(cohort={**LONG, "min_devices": 3})
-    stage.hand("a")
-    stage.play()
-    assert main(["why", stage.job, "--home", str(stage.store.home)]) == 0
-    assert "waits for" not in capsys.readouterr().out  # nobody serves it
-    stage.store.acquire_lock()  # as the coordinator's process does
-    assert main(["why", stage.job, "--home", str(stage.store.home)]) == 0
-    said = f"{stage.job} waits for devices that run torch or numpy: 1 online, at least 3 needed"
-    assert capsys.readouterr().out.splitlines()[-1] == said

@@ -4,7 +4,7 @@ import select
 import threading
 
 import pytest
-from by_hand import TABLE, Stage, constant_model
+from by_hand import TABLE, Stage
 from waiting import wait_until
 
 from fedquilt.blobs import chunks
@@ -40,24 +40,20 @@ def test_a_blob_that_is_collected_before_its_rollout_is_queued_is_stored_again(t
 
 def test_a_run_whose_update_is_also_another_runs_goes_on_when_that_one_is_deleted(tmp_path):
     stage = Stage(tmp_path)
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
-    a.answer(constant_model(3.0))
-    stage.play()
+    a, b = stage.connect("ab")
+    stage.submit(a, factor=3.0)
     stage.store.set_status(stage.job, "stopping")
     stage.play()
     doomed, stage.job = stage.job, stage.store.add_job(settings.parse_job(TABLE), tmp_path / "bundle")
     stage.restart()
     stage.play()
-    a.answer(constant_model(3.0))
-    stage.play()
+    stage.submit(a, factor=3.0)
     with Store(tmp_path / "home") as command:
         swept = retention.remove_runs(command, [doomed])
     assert not swept.blobs_left
     stage.restart()
     stage.play()
-    b.answer(constant_model(5.0))
-    stage.play()
+    stage.submit(b, factor=5.0)
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "a", "b"]
     assert [fact.status for fact in stage.told(JobEnded)] == ["stopped", "done"]
     (committed,) = stage.told(RoundCommitted)

@@ -187,8 +187,7 @@ def test_an_update_that_came_in_time_counts_though_it_is_read_past_the_deadline(
     settle(stage)
     stage.play()
     for name in "ab":
-        hands[name].answer(constant_model(1.0))
-        stage.play()
+        stage.submit(hands[name])
         settle(stage)
     worker.submit(lambda: gate.wait(60), lambda result, now_s: None)
     hands["c"].answer(constant_model(2.0))
@@ -208,8 +207,7 @@ def test_an_update_that_came_in_time_counts_though_it_is_read_past_the_deadline(
 def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examined_once(tmp_path):
     worker, gate = ThreadWorker(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker)
-    hand = stage.hand("a")
-    stage.play()
+    (hand,) = stage.connect("a")
     settle(stage)
     stage.play()
     worker.submit(lambda: gate.wait(60), lambda result, now_s: None)
@@ -231,8 +229,7 @@ def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examin
 def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(tmp_path, monkeypatch):
     worker, gate = ThreadWorker(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker, cohort={**COHORT, "start_devices": 2})
-    hand, _ = stage.hand("a"), stage.hand("b")
-    stage.play()
+    hand, _ = stage.connect("ab")
     settle(stage)
     stage.play()
     worker.submit(lambda: gate.wait(60), lambda result, now_s: None)
@@ -252,17 +249,6 @@ def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(tmp_path, monk
     assert [fact.device for fact in stage.told(TaskDeclined)] == ["a"]
     assert not stage.told(UpdateAccepted)
     worker.close()
-
-
-def test_an_update_that_is_the_model_itself_is_kept_for_those_who_fetch_that(tmp_path):
-    stage = played(tmp_path, "", eager(), rounds=2)
-    for hand in [*stage.hands, stage.hands[0]]:
-        hand.answer(constant_model(5.0))
-        stage.play()
-    ref = stage.told(UpdateAccepted)[-1].update.bundles["model"]
-    assert ref == [task.bundles["model"] for task in stage.hands[1].tasks if task][-1]
-    assert (stage.told(UpdatesAggregated)[-1].round, stage.told(UpdatesAggregated)[-1].devices) == (1, ("a",))
-    assert stage.store.blob_store.has_blob(ref)
 
 
 def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path):
@@ -311,22 +297,3 @@ def test_two_boards_send_the_same_bytes_and_one_of_them_waits_when_the_other_is_
     stage.play()
     assert [fact.devices for fact in stage.told(UpdatesAggregated)] == [("a",), ("a", "b")]
     assert not stage.told(UpdateLost)
-
-
-def test_no_more_is_folded_before_a_sum_is_stored_than_it_takes(tmp_path):
-    worker = SlowWorker()
-    stage = Stage(tmp_path, worker=worker, cohort={**COHORT, "start_devices": 4})
-    hands = [stage.hand(name) for name in "abcd"]
-    stage.play()
-    worker.run_pending()  # what they are sent is stored
-    stage.play()
-    for hand in hands[:3]:
-        hand.answer(constant_model(1.0))
-    stage.play()
-    for _ in range(3):  # all are read
-        worker.run_pending()
-    stage.play()
-    while worker.begun:
-        worker.run_pending()
-        stage.play()
-    assert [fact.devices for fact in stage.told(UpdatesAggregated)] == [("a",), ("a", "b"), ("a", "b", "c")]

@@ -251,20 +251,6 @@ def test_a_coordinator_that_is_killed_while_boards_wait_comes_to_the_same_bits(t
     assert {fact.status for fact in stage.told(JobEnded)} == {"done"}
 
 
-def test_each_update_that_is_folded_gives_its_place_to_the_next(tmp_path):
-    stage = Paced(tmp_path)
-    stage.worker.min_unsaved_ratio = 1e9
-    stage.answer("abcd")
-    stage.play()
-    for _ in range(2):  # both are read
-        stage.worker.run_pending()
-    stage.play()
-    assert (stage.answered, stage.here) == (["a", "b"], {"a", "b"})
-    stage.worker.run_pending()
-    stage.play()
-    assert stage.here == {"a", "b", "c"}
-
-
 def test_a_method_that_needs_all_updates_until_the_end_is_not_stopped_by_them(tmp_path):
     stage = Paced(tmp_path, method="robust")
     stage.answer("fbdaec")
@@ -281,16 +267,6 @@ def test_a_round_that_needs_no_more_lets_go_of_those_who_wait(tmp_path):
     assert len(stage.states) == 1
     assert not stage.executor._transfers.queue
     assert sum(hand.transfers.traffic_bytes(name, "up") for name, hand in stage.by_name.items() if name in "ef") == 0
-
-
-def test_a_round_that_needs_no_more_closes_at_once_though_its_deadline_has_passed(tmp_path):
-    stage = Paced(tmp_path, cohort={**COHORT, "size": 2, "over_select": 2.0})
-    stage.answer("abcdef")
-    stage.play(22.0)
-    assert not stage.told(RoundClosed)
-    stage.work(3.0)
-    assert stage.answered == list("ab")
-    assert len(stage.states) == 1
 
 
 def test_boards_that_send_for_too_long_make_way_for_those_who_wait_in_time(tmp_path):

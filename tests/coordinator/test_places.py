@@ -91,22 +91,6 @@ def test_a_blob_that_is_cut_in_any_chunk_goes_on_over_the_broker(pair, monkeypat
     assert 12 - chunk <= pair.broker.chunks <= most
 
 
-@pytest.mark.parametrize("way", ["dn", "up"])
-def test_connections_that_break_again_and_again_are_gone_on_with(pair, monkeypatch, way):
-    monkeypatch.setattr(http_client, "MAX_FAILED_CONNECTIONS", 100)  # where the machine is busy, some bring nothing
-    relay = relayed(pair, monkeypatch, most=lambda number: 2 * CHUNK + 100 * number)
-    board, sides = pair.boards["a"], (pair.coordinator, pair.boards["a"])
-    giver, taker = sides if way == "dn" else sides[::-1]
-    ref = giver.depot.store_bytes(noise(12 * CHUNK))
-    taker.transfers.request_blob("a", ref)
-    pair.play(lambda: bool(taker.errors))
-    assert taker.errors == {("a", ref.sha256): None}
-    assert taker.depot.load(ref.sha256) == noise(12 * CHUNK)
-    assert relay.connections >= 6
-    assert pair.broker.chunks == 0
-    assert board.depot.has_blob(ref)
-
-
 def test_an_upload_of_which_more_has_come_than_was_told_is_gone_on_with(pair, monkeypatch):
     relayed(pair, monkeypatch, most=lambda number: 10**9 if number else 2 * CHUNK)
     told, early = http_client.HttpClient._request_upload_offset, [0]

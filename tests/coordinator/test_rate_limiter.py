@@ -7,7 +7,6 @@ from fedquilt.coordinator.delivery import rate_limiter
 from fedquilt.coordinator.delivery.rate_limiter import (
     BLOCK_S,
     BURST_S,
-    BYTE_S,
     CALM_S,
     DEVICE_SHARE,
     DISCOVERY_INTERVAL_S,
@@ -83,13 +82,6 @@ def test_who_was_slowed_of_late_is_remembered_though_it_has_its_time_back():
     for number in range(2000):
         said(conduct, 1, later_s, f"d{number}")
     assert said(conduct, flood, later_s)["blocked"] == 1
-
-
-def test_a_message_costs_by_its_bytes():
-    conduct = RateLimiter()
-    assert conduct.admit_message("a", round(BURST_S / BYTE_S), 0.0) == "processed"
-    assert conduct.admit_message("a", 0, 0.0) == "slowed"
-    assert conduct.admit_message("a", 0, MESSAGE_S / DEVICE_SHARE + 1) == "processed"
 
 
 def test_who_is_set_aside_stays_so_however_many_others_come():

@@ -30,7 +30,6 @@ from fedquilt.coordinator.rounds.selection import DECLINE_REASONS, NO_WORK, UPDA
 from fedquilt.core import Task
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
-START = ("codec", "data", "engine", "method")
 
 
 def alone(state: JobState, devices: str, starts: str = "") -> dict[str, str]:
@@ -77,51 +76,11 @@ def test_the_table_has_every_code_by_which_a_device_declines_and_the_page_of_job
         assert f"| {'yes' if DECLINE_REASONS[code].recurs else 'no'} |" in row
 
 
-@pytest.mark.parametrize("size", [2, 0])
-@pytest.mark.parametrize("code", START)
-def test_boards_without_data_are_asked_once_and_the_others_make_every_round(tmp_path, code, size):
-    stage = Stage(tmp_path, rounds=8, cohort={"deadline_s": 30.0, "attempts": 1, "size": size})
-    for name in "abcde":
-        stage.hand(name)
-    play(stage, "cde", 30.0, code)
-    assert len(stage.told(RoundCommitted)) == 8
-    assert not stage.told(RoundRetried)
-    assert sorted(fact.device for fact in stage.told(TaskDeclined)) == ["c", "d", "e"]
-
-
-def test_it_is_asked_again_once_its_agent_has_started_anew(tmp_path):
-    stage = Stage(tmp_path, rounds=99, cohort={"deadline_s": 30.0, "attempts": 1})
-    for name in "abc":
-        stage.hand(name)
-    play(stage, "c", 2.0)
-    stage.restart()
-    play(stage, "c", 4.0)
-    assert [fact.device for fact in stage.told(TaskDeclined)] == ["c"]
-    before = len(stage.told(RoundCommitted))
-    assert before > 5
-    stage.hands[-1].say("presence", wire.Presence(online=True, boot="2"), retain=True)
-    play(stage, "", 4.0)
-    assert "c" in {fact.update.device for fact in stage.told(UpdateAccepted)}
-    assert len(stage.told(TaskDeclined)) == 1
-
-
-def test_where_all_refuse_the_job_ends_with_their_reasons(tmp_path):
-    stage = Stage(tmp_path, rounds=4, cohort={"deadline_s": 30.0, "attempts": 2})
-    for name in "ab":
-        stage.hand(name)
-    play(stage, "ab", 40.0)
-    (ended,) = stage.told(JobEnded)
-    assert (ended.status, ended.code) == ("failed", "data")
-    assert ended.reason.startswith("the data cannot be used in round 1 on 2 of 2 devices (no data here).\nFix: correct")
-    assert not stage.told(RoundRetried)
-
-
-@pytest.mark.parametrize(("code", "without_evaluation"), [("method", {}), ("data", {"a": "data"})])
-def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_can_do_less(code, without_evaluation):
+def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_less_is_asked_for():
     state = apply_events(started_state(rounds=9, check_every=2, size=2), CohortSelected(0, 0, tuple("abc")))
-    state = apply_events(state, state.decline_event("a", code, "none", DeviceWorkload(), "1"))
-    assert alone(state, "abc") == {"a": code}
-    assert alone(apply_events(state, RoundRetried(0, 1)), "abc") == {"a": code}
+    state = apply_events(state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"))
+    assert alone(state, "abc") == {"a": "data"}
+    assert alone(apply_events(state, RoundRetried(0, 1)), "abc") == {"a": "data"}
     assert alone(state, "abc", starts="a") == {}
     assert alone(apply_events(state, JobEnded("stopped"), JobResumed()), "abc") == {}
     work = apply_events(state, *(UpdateAccepted(0, update(device)) for device in "bc"), RoundClosed(0), committed(0))
@@ -198,7 +157,6 @@ def test_two_agents_of_one_device_are_named(
 
 
 RECURS = sorted(code for code in get_args(wire.RefusalCode) if DECLINE_REASONS[code].recurs)
-PASSING = sorted(code for code in get_args(wire.RefusalCode) if not DECLINE_REASONS[code].recurs)
 
 
 def asked(stage: Stage) -> list[tuple[int, int, tuple[str, ...]]]:
@@ -232,18 +190,6 @@ def test_a_device_whose_failure_would_recur_is_asked_once_a_round_and_the_others
     declined = [fact.round for fact in stage.told(TaskDeclined)]
     assert declined == ([0, 1, 2] if DECLINE_REASONS[code].duration == "round" else [0])
     assert len(asked(stage)) == 3
-
-
-@pytest.mark.parametrize("code", PASSING)
-def test_a_passing_failure_is_tried_again(tmp_path, code):
-    stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 30.0, "attempts": 3})
-    for name in "abc":
-        stage.hand(name)
-    play(stage, "abc", 9.0, code)
-    assert len(stage.told(TaskDeclined)) == 3
-    play(stage, "", 20.0)
-    assert asked(stage) == [(0, 0, ("a", "b", "c")), (0, 1, ("a", "b", "c"))]
-    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
 def test_one_device_that_reports_a_failure_ends_no_job_of_others(tmp_path):

@@ -51,17 +51,6 @@ def test_a_coordinator_that_has_just_started_first_hears_which_boards_there_are(
     assert len(told(ground, ReleaseOffered)[0].devices) == 10
 
 
-def test_what_a_board_asks_and_when_stands_in_its_release(ground):
-    (board,) = ground.fleet(1)
-    limits = wire.ReleaseLimits(min_gain=-0.005, max_latency_s=0.04)
-    id = ground.deploy(limits=limits, soak_s=5.0, window="02:00-05:00", force=True, name="digits")
-    ground.play()
-    release = board.releases[0]
-    assert (release.rollout, release.limits, release.soak_s, release.window, release.force, release.name) == (
-        *(id, limits, 5.0, "02:00-05:00", True, "digits"),
-    )
-
-
 def test_only_boards_with_the_labels_get_it(ground):
     ground.fleet(3, labels=("site=lab",))
     ground.fleet(3, labels=("site=hall",))
@@ -93,18 +82,6 @@ def test_boards_that_cannot_be_upgraded_are_left_out_by_name_and_do_not_count(gr
     assert ground.state(model).count_outcomes() == {"committed": 5}
 
 
-def test_an_upgrade_of_boards_that_all_cannot_be_upgraded_ends_and_names_them(ground):
-    ground.fleet(2, versions={UPGRADES: "none: its agent was not started by the launcher"})
-    id = ground.deploy(kind="agent")
-    ground.play(10.0)
-    state = ground.state(id)
-    assert state.status == "aborted"
-    assert state.reason == (
-        "no selected device can run the release: b-000 and 1 more (its agent was not started by the launcher). "
-        "Select other devices"
-    )
-
-
 # -- models for devices without ONNX Runtime ------------------------------------------------------
 def test_a_model_goes_to_no_device_without_a_runtime(ground):
     bare = ground.fleet(1, judge=lambda device, release: "refused", engines=("numpy", "torch"))
@@ -123,14 +100,6 @@ def test_a_model_goes_to_no_device_without_a_runtime(ground):
     bare[0].come()
     ground.play(10.0)
     assert ground.state(id).count_outcomes() == {"committed": 3}
-
-
-def test_a_model_that_only_devices_without_a_runtime_could_get_ends_its_rollout(ground):
-    ground.fleet(2, engines=("numpy",))
-    id = ground.deploy()
-    ground.play(10.0)
-    assert ground.state(id).status == "aborted"
-    assert "no selected device can run the release: b-000 and 1 more (ONNX Runtime" in ground.state(id).reason
 
 
 def test_settings_go_to_devices_without_a_runtime(ground):
@@ -167,21 +136,6 @@ def test_a_board_that_has_just_gone_is_no_canary(ground):
     id = ground.deploy(patience_s=1000.0)
     ground.play(5.0)
     assert ground.state(id).offered.get("b-000") == 0
-
-
-def test_a_release_that_a_board_has_not_heard_is_sent_again(ground):
-    (board,) = ground.fleet(1)
-    take, heard = board.take, list[wire.DesiredRelease | None]()
-
-    def half_deaf(release):
-        heard.append(release)
-        if len(heard) > 1:
-            take(release)
-
-    board.take = half_deaf
-    id = ground.deploy()
-    ground.play(30.0)
-    assert ground.state(id).status == "done"
 
 
 def test_a_board_whose_last_word_was_lost_is_asked_for_it_again(ground):
@@ -230,23 +184,6 @@ def test_a_board_that_says_nothing_is_waited_for_no_longer_because_coordinators_
         ground.play(20.0)
     assert told(ground, PhasePassed) == [PhasePassed(0), PhasePassed(1, (quiet.name,))]
     assert ground.state(id).status == "done"
-
-
-def test_a_board_that_has_refused_a_later_rollout_is_not_offered_an_earlier_one(ground):
-    boards = ground.fleet(2, lambda device, release: "refused" if release.name == "bad" else "committed")
-    first = ground.deploy(MODEL, name="first")
-    ground.play(30.0)
-    for board in boards:
-        board.go()
-    ground.play(30.0)  # longer than a grace
-    bad = ground.deploy(OTHER, name="bad")
-    (canary,) = ground.fleet(1, boards[0].judge)
-    ground.play()
-    assert (ground.state(bad).status, list(ground.state(bad).offered)) == ("aborted", [canary.name])
-    canary.go()
-    canary.come()
-    ground.play()
-    assert canary.name not in ground.state(first).offered
 
 
 # -- people ---------------------------------------------------------------------------------------

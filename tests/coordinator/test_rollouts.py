@@ -143,13 +143,6 @@ def test_a_board_that_is_there_and_talks_is_waited_for_a_day(phase):
     assert decide_rollout_event(now, fleet, MAX_REPORTING_S + 61.0, 8) == PhasePassed(0, ("b",))
 
 
-def test_nothing_passes_before_anybody_has_answered():
-    fleet = {name: RolloutDevice(False, 0.0) for name in names(4)}
-    now = state(ReleaseOffered(0, ("b-000",)), patience_s=1.0)
-    assert decide_rollout_event(now, fleet, 1e9, 8) is None
-    assert find_blocking_devices(now, fleet, 1e9) == ("b-000",)
-
-
 @pytest.mark.parametrize(("failure", "passed"), [("refused", 0), ("returned", 0), ("refused", 20)])
 def test_more_failures_than_allowed_abort_it(failure, passed):
     """In the canary, and after a good one: at once, not when all boards of the step have answered."""

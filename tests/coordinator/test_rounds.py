@@ -132,19 +132,6 @@ def test_a_sized_round_asks_that_many_and_over_selects_by_the_share():
     assert len(fact.devices) == 3
 
 
-def test_a_round_closes_as_soon_as_enough_have_answered():
-    state = apply_events(started_state(size=2, over_select=0.5), CohortSelected(0, 0, ("a", "b", "c")))
-    state = apply_events(state, UpdateAccepted(0, update("a")), UpdateAccepted(0, update("c")))
-    assert decide_event(state, 1.0, set("abc")) == RoundClosed(0)
-
-
-def test_a_device_that_declines_is_replaced_at_once():
-    state = apply_events(
-        started_state(size=2), CohortSelected(0, 0, ("a", "b")), TaskDeclined(0, "a", "memory", "too big")
-    )
-    assert decide_event(state, 1.0, set("abc")) == CohortSelected(0, 0, ("c",))
-
-
 def test_a_device_that_vanished_is_replaced_but_may_still_answer():
     state = apply_events(started_state(size=1), CohortSelected(0, 0, ("a",)))
     assert decide_event(state, 1.0, {"b"}) == CohortSelected(0, 0, ("b",))
@@ -165,17 +152,6 @@ def test_a_round_without_quorum_is_tried_again_with_what_it_has():
     assert decide_event(state, 10.0, set("ab")) == RoundRetried(0, 1)
     state = apply_events(state, RoundRetried(0, 1), now_s=10.0)
     assert decide_event(state, 10.0, set("ab")) == CohortSelected(0, 1, ("b",))
-
-
-def test_a_job_fails_with_reasons_when_its_attempts_are_used_up():
-    state = apply_events(
-        started_state(size=2, attempts=1), CohortSelected(0, 0, ("a", "b")), TaskDeclined(0, "a", "memory", "too big")
-    )
-    fact = decide_event(state, 10.0, {"b"})
-    assert isinstance(fact, JobEnded)
-    assert fact.status == "failed"
-    for part in ("a: too big", "no update from b", "fedquilt resume"):
-        assert part in fact.reason
 
 
 def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked():
@@ -321,29 +297,6 @@ def test_the_job_ends_after_its_last_round():
         state = apply_events(state, committed(round))
     assert decide_event(state, 0.0, {"a"}) == JobEnded("done")
     assert list(state.history["a"]) == [0, 1]
-
-
-def test_a_method_that_is_finished_ends_the_job_early():
-    state = apply_events(
-        started_state(rounds=9),
-        CohortSelected(0, 0, ("a",)),
-        UpdateAccepted(0, update("a")),
-        RoundClosed(0),
-        committed(0, True),
-    )
-    assert decide_event(state, 0.0, {"a"}) == JobEnded("done")
-
-
-def test_evaluation_accompanies_every_so_many_rounds_and_closes_the_job():
-    state, seen = started_state(rounds=3, check_every=2), []
-    for round in range(4):
-        seen.append(state.task_actions)
-        state = apply_events(
-            state, CohortSelected(round, 0, ("a",)), UpdateAccepted(round, update("a", round)), RoundClosed(round)
-        )
-        state = apply_events(state, committed(round))
-    assert seen == [("check", "work"), ("work",), ("check", "work"), ("check",)]
-    assert decide_event(state, 0.0, {"a"}) == JobEnded("done")
 
 
 def test_a_stopped_job_decides_nothing_until_it_is_resumed():

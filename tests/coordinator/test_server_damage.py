@@ -20,7 +20,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateAccepted, UpdateLost, UpdateRejected
 from fedquilt.coordinator.updates import job_blobs
 from fedquilt.coordinator.views import event_messages
-from fedquilt.core import BlobRef, EvaluationSums, JobError, StoreError, Usage
+from fedquilt.core import BlobRef, EvaluationSums, JobError, StoreError
 from fedquilt.formats import job_bundle
 from fedquilt.host.disk import Disk, StrPath
 from fedquilt.methods import fedavg
@@ -34,15 +34,13 @@ def flip(path: Path) -> None:
 
 
 def test_the_first_state_of_a_job_is_made_again_if_it_is_damaged(stage, caplog):
-    hand = stage.hand("a")
-    stage.play()
+    (hand,) = stage.connect("a")
     (sha256,) = stage.store.latest_state_hashes()
     flip(stage.store.blob_store.folder / sha256)
     stage.restart()
     stage.play()
     assert f"({sha256[:12]}) was missing or damaged: created again from the bundle" in caplog.text
-    hand.answer(constant_model())
-    stage.play()
+    stage.submit(hand)
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
@@ -62,8 +60,7 @@ def test_a_run_goes_on_with_the_bundle_that_it_began_with_alone(stage):
     stage.store.set_status(stage.job, "queued")
     stage.restart()
     stage.play()
-    hand.answer(constant_model())
-    stage.play()
+    stage.submit(hand)
     assert stage.store.stored_status(stage.job) == "done"
 
 
@@ -87,8 +84,7 @@ def test_a_disk_that_takes_nothing_for_a_while_fails_no_job_for_its_bundle(stage
 
 
 def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage):
-    hand = stage.hand("a")
-    stage.play()
+    (hand,) = stage.connect("a")
     task = hand.tasks[-1]
     blob = task.bundles["model"]
     stage.store.blob_store.discard_damaged(blob.sha256)
@@ -100,47 +96,28 @@ def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_t
     found = []
     for name, damaged in (("calm", False), ("hit", True)):
         stage = Stage(tmp_path / name)
-        a, b = stage.hand("a"), stage.hand("b")
-        stage.play()
-        a.answer(constant_model(1.0))
-        stage.play()
+        a, b = stage.connect("ab")
+        stage.submit(a)
         (answered,) = stage.told(UpdateAccepted)
         stage.restart()
         if damaged:
             flip(stage.store.blob_store.folder / answered.update.bundles["model"].sha256)
         stage.play()
-        b.answer(constant_model(5.0))
-        stage.play()
+        stage.submit(b, factor=5.0)
         if damaged:
             (lost,) = stage.told(UpdateLost)
             assert (lost.device, "or damaged" in lost.reason) == ("a", True)
             task = a.tasks[-1]
             assert (task.round, task.epoch) == (0, 3)  # two starts, and another number for the device's sake
-            a.answer(constant_model(1.0))
-            stage.play()
+            stage.submit(a)
         assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
         found.append(stage.told(RoundCommitted)[-1].state)
     assert found[0] == found[1]
 
 
-def test_a_device_that_knows_a_later_start_gets_its_task_from_a_still_later_one(stage, caplog):
-    hand = stage.hand("a")
-    stage.play()
-    claim = {"job": stage.job, "round": 0, "attempt": 0, "last_counted_round": 5, "epoch": 9}
-    for _ in range(2):
-        hand.say("claim", wire.Claim(**claim, accepted=False, code="counted"))
-        stage.play()
-    task = hand.tasks[-1]
-    assert task.epoch == 10
-    assert stage.store.epoch == 10
-    assert caplog.text.count("a has completed round 6") == 1
-    assert "this home is an older copy" in caplog.text
-
-
 def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(tmp_path, caplog):
     stage = Stage(tmp_path)
-    hand = stage.hand("a")
-    stage.play()
+    (hand,) = stage.connect("a")
     kept = stage.store.latest_state_hashes()
     stage.store._db.execute("update facts set at = at + 1 where seq = 1")
     later = stage.store.add_job(settings.parse_job(TABLE), tmp_path / "bundle")
@@ -148,8 +125,7 @@ def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(tmp_path,
     stage.restart()
     stage.server._only = None
     stage.play()
-    hand.answer(constant_model())
-    stage.play()
+    stage.submit(hand)
     assert [(row.id == later, row.status) for row in stage.store.readable_jobs()] == [(False, "failed"), (True, "done")]
     assert "is damaged: event 1" in caplog.text
     assert "unreferenced blobs are kept" in caplog.text
@@ -191,26 +167,12 @@ def test_what_no_device_has_an_example_of_is_said_in_words(staged, answer, said)
     assert stage.told(RoundCommitted)[0].warnings[-1] == said
 
 
-def test_a_profile_of_extremes_bricks_nothing(tmp_path):
-    stage = Stage(tmp_path, rounds=2, cohort={"prefer": "energy", "deadline": "predicted"})
-    a = stage.hand("a")
-    a.publish_operating_point(flops_per_s=1e-320, busy_w=1e24)
-    stage.play()
-    for _ in range(2):
-        a.answer(constant_model(), usage=Usage(wall_s=1.0, point="p"))
-        stage.play()
-    assert stage.store.stored_status(stage.job) == "done"
-    assert [fact.expected_s for fact in stage.told(UpdateAccepted)] == [None, None]
-
-
 def test_a_fact_that_cannot_be_kept_ends_its_job_and_not_the_coordinator(stage, monkeypatch):
-    a = stage.hand("a")
-    stage.play()
+    (a,) = stage.connect("a")
     monkeypatch.setattr(
         stage.server.find_job(stage.job), "method", replace(fedavg.METHOD, explain=lambda state: ["a file \udcff"])
     )
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     assert stage.store.stored_status(stage.job) == "failed"
     assert "cannot be encoded" in stage.told(JobEnded)[0].reason
 
@@ -229,10 +191,8 @@ def full_disk() -> Iterator[None]:
 
 
 def test_an_update_that_finds_the_disk_full_is_taken_once_there_is_room(stage):
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
-    a.answer(constant_model())
-    stage.play()
+    a, b = stage.connect("ab")
+    stage.submit(a)
     b.depot.store_bytes(tensors.encode_tensors(constant_model(3.0)))
     with full_disk():
         update = b.answer(constant_model(3.0))
@@ -245,8 +205,7 @@ def test_an_update_that_finds_the_disk_full_is_taken_once_there_is_room(stage):
 
 
 def test_a_log_that_cannot_be_written_ends_the_coordinator_with_a_sentence_and_a_restart_continues(stage):
-    a = stage.hand("a")
-    stage.play()
+    (a,) = stage.connect("a")
     claim = {"job": stage.job, "round": 0, "attempt": 0, "accepted": False, "code": "data", "reason": "none"}
     a.say("claim", wire.Claim(**claim))
     with full_disk(), pytest.raises(StoreError, match="check free space"):
@@ -254,14 +213,12 @@ def test_a_log_that_cannot_be_written_ends_the_coordinator_with_a_sentence_and_a
     assert a.acks == []
     stage.restart()
     stage.play()
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     assert stage.told(JobEnded)[0].status == "done"
 
 
 def test_a_device_that_changes_its_mind_about_an_update_fills_no_disk(stage):
-    a = stage.hand("a")
-    stage.play()
+    (a,) = stage.connect("a")
     for factor in range(5):
         a.answer(constant_model(), bundles={"model": BlobRef(sha256=f"{factor:064x}", size=1000)})
     a.answer({"1.bias": np.zeros(2, np.float32)})

@@ -26,10 +26,8 @@ from fedquilt.formats import job_bundle
 
 def half_answered(stage: Stage) -> tuple[Hand, Hand]:
     """Two boards: the first has answered in its round, and the second works."""
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
-    a.answer(constant_model())
-    stage.play()
+    a, b = stage.connect("ab")
+    stage.submit(a)
     return a, b
 
 
@@ -42,15 +40,13 @@ def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage):
     stage.store.set_status(stage.job, "running")
     stage.restart()
     stage.play()
-    b.answer(constant_model())
-    stage.play()
+    stage.submit(b)
     assert stage.store.stored_status(stage.job) == "done"
     assert len(stage.told(UpdateAccepted)) == 2
 
 
 def test_work_for_a_job_that_nobody_here_knows_is_refused(stage):
-    a = stage.hand("a")
-    stage.play()
+    (a,) = stage.connect("a")
     a.answer(constant_model(), job="of-old")
     stage.play()
     assert [(ack.accepted, ack.reason) for ack in a.acks] == [(False, "job of-old is not active on this coordinator")]
@@ -66,10 +62,8 @@ def test_a_job_whose_bundle_is_gone_fails_with_the_mend(stage):
 
 def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path):
     stage = Stage(tmp_path, rounds=2)
-    hand = stage.hand("a")
-    stage.play()
-    hand.answer(constant_model())
-    stage.play()
+    (hand,) = stage.connect("a")
+    stage.submit(hand)
     (sha256,) = stage.store.latest_state_hashes()
     stage.store.blob_store.remove_blob(sha256)
     stage.restart()
@@ -83,29 +77,6 @@ def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path):
     stage.server.finished, stage.server._only = False, broken
     stage.play()
     assert stage.store.stored_status(broken) == "failed"
-
-
-def test_a_job_whose_boards_have_gone_lets_the_next_one_be_done(tmp_path):
-    stage = Stage(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 2})
-    first, a, b = stage.job, stage.hand("a"), stage.hand("b")
-    stage.play()
-    a.answer(constant_model())
-    stage.play()
-    b.say("presence", wire.Presence(online=False, boot="1"), retain=True)
-    stage.play(25.0)  # longer than a grace
-    second = stage.add("k")
-    stage.play()
-    a.answer(constant_model())
-    stage.play()
-    assert [stage.store.stored_status(job) for job in (first, second)] == ["running", "done"]
-    b.say("presence", wire.Presence(online=True, boot="2"), retain=True)
-    stage.play()
-    b.answer(constant_model())
-    stage.play()
-    assert stage.store.stored_status(first) == "done"
-    assert [
-        fact.update.device for _, _, fact in stage.store.read_events(first) if isinstance(fact, UpdateAccepted)
-    ] == ["a", "b"]
 
 
 def test_jobs_whose_boards_never_come_have_their_turns_in_order(tmp_path):
@@ -135,23 +106,9 @@ def test_a_fleets_run_that_was_killed_does_not_keep_others_from_being_served(sta
 def test_a_job_that_was_stopped_before_it_began_can_be_resumed(stage):
     stage.store.append_event(stage.job, JobEnded("stopped", "by request"))
     stage.store.set_status(stage.job, "running")
-    a = stage.hand("a")
-    stage.play()
-    a.answer(constant_model())
-    stage.play()
+    (a,) = stage.connect("a")
+    stage.submit(a)
     assert stage.store.stored_status(stage.job) == "done"
-
-
-def test_a_stop_that_is_asked_for_while_a_job_is_taken_up_is_not_lost(stage, monkeypatch):
-    load = stage.server._job_loader._load
-
-    def stopped(method):
-        stage.store.set_status(stage.job, "stopping")
-        return load(method)
-
-    monkeypatch.setattr(stage.server._job_loader, "_load", stopped)
-    stage.play()
-    assert stage.store.stored_status(stage.job) == "stopped"
 
 
 def test_a_stop_that_is_asked_for_while_a_job_gives_way_is_not_lost(tmp_path, monkeypatch):
@@ -167,21 +124,6 @@ def test_a_stop_that_is_asked_for_while_a_job_gives_way_is_not_lost(tmp_path, mo
     monkeypatch.setattr(fair_share, "select_jobs", nobody)
     stage.play(4.0)
     assert stage.store.stored_status(stage.job) == "stopped"
-
-
-def test_what_a_round_needed_is_dropped_when_the_next_ones_tasks_are_sent(tmp_path):
-    stage = Stage(tmp_path, rounds=2)
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
-    first = stage.server.active_jobs()[0].job_state.state
-    assert first is not None
-    updates = [a.answer(constant_model(2.0)), b.answer(constant_model(4.0))]
-    stage.play()
-    assert [fact.round for fact in stage.told(CohortSelected)] == [0, 1]
-    depot = stage.store.blob_store
-    assert not depot.has_blob(first)
-    assert not any(depot.has_blob(update.bundles["model"]) for update in updates)
-    assert depot.has_blob(stage.told(RoundCommitted)[0].state)
 
 
 SMALL_BYTES = 2048  # bundles of more are for the worker
@@ -207,17 +149,14 @@ def test_other_jobs_go_on_while_a_large_one_is_taken_up(tmp_path):
     worker = SlowWorker(runs_all=True, large_bytes=SMALL_BYTES)
     stage = Stage(tmp_path, CoordinatorLimits(), worker)
     id = large(stage)
-    a = stage.hand("a")
-    stage.play()
-    a.answer(constant_model())
-    stage.play()
+    (a,) = stage.connect("a")
+    stage.submit(a)
     assert stage.store.stored_status(stage.job) == "done"
     assert (facts(stage, id), len(worker.begun)) == ([], 1)
     worker.run_pending()
     stage.play()
     assert [type(fact) for fact in facts(stage, id)][:1] == [JobStarted]
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     assert stage.store.stored_status(id) == "done"
 
 
@@ -247,8 +186,7 @@ def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_a
             stage.play()
             worker.run_pending()
         stage.play()
-        a.answer(constant_model(3.0))
-        stage.play()
+        stage.submit(a, factor=3.0)
         worker.run_pending()
         stage.play()
         found.append([fact.state for fact in facts(stage, id) if isinstance(fact, JobStarted | RoundCommitted)])
@@ -276,8 +214,7 @@ def test_boards_of_a_job_that_is_taken_up_again_are_left_to_it_and_keep_their_ta
     stage.play()
     assert all(a.tasks)
     assert (a.tasks[-1].job, a.tasks[-1].round, a.tasks[-1].epoch > task.epoch) == (id, 0, True)
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     assert [type(fact) for fact in facts(stage, other)].count(CohortSelected) == 1
 
 
@@ -341,22 +278,5 @@ def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path):
     stage.play()
     (started,) = [fact for fact in facts(stage, id) if isinstance(fact, JobStarted)]
     assert stage.store.blob_store.has_blob(started.state)
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     assert stage.store.stored_status(id) == "done"
-
-
-def test_work_that_comes_while_its_job_is_stopped_is_kept_for_when_it_goes_on(stage):
-    _, b = half_answered(stage)
-    stage.store.set_status(stage.job, "stopping")
-    stage.play()
-    update = b.answer(constant_model())
-    stage.server.finished = False
-    stage.play()
-    assert b.acks == []
-    stage.store.set_status(stage.job, "running")
-    stage.restart()
-    stage.play()
-    b.say("update", update)
-    stage.play()
-    assert stage.store.stored_status(stage.job) == "done"

@@ -24,15 +24,12 @@ from fedquilt.transport.memory_link import MemoryBroker
 
 
 def test_a_coordinator_that_dies_mid_round_continues_the_round(stage):
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
-    a.answer(constant_model(1.0))
-    stage.play()
+    a, b = stage.connect("ab")
+    stage.submit(a)
     stage.restart()
     stage.play()
     assert a.tasks[-1] is None
-    b.answer(constant_model(3.0))
-    stage.play()
+    stage.submit(b, factor=3.0)
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
     assert stage.told(JobEnded)[0].status == "done"
 
@@ -52,8 +49,7 @@ def test_a_board_that_looks_offline_after_a_restart_has_its_grace_before_it_is_r
 
 @pytest.mark.parametrize("served", [True, False])
 def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(stage, monkeypatch, served):
-    a = stage.hand("a")
-    stage.play()
+    (a,) = stage.connect("a")
     a.answer(constant_model())
 
     def killed(id, status, **given):
@@ -74,19 +70,9 @@ def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(stage, m
     assert RunningJob(row, stage.store, 0.0, methods.load("fedavg")).job_state.phase == "done"
 
 
-def test_after_a_restart_a_task_waits_for_what_its_device_says_it_is(stage):
-    a = stage.hand("a")
-    stage.play()
-    stage.restart()
-    stage.play()
-    assert {task.engine for task in a.tasks if task is not None} == {"numpy"}
-    assert sum(task is not None for task in a.tasks) > 1
-
-
 def test_boards_that_are_gone_are_waited_for_without_a_turn_of_the_loop(tmp_path):
     stage = Stage(tmp_path, cohort={**TABLE["cohort"], "deadline_s": 15.0, "attempts": 3})
-    hands = [stage.hand(name) for name in "ab"]
-    stage.play()
+    hands = stage.connect("ab")
     for hand in hands:
         hand.say("presence", wire.Presence(online=False, boot="1"), retain=True)
     stage.play(30.0)
@@ -148,17 +134,14 @@ def test_devices_that_answer_are_waited_for_though_a_restart_sets_the_clock(tmp_
         stage.restart()
         stage.play(30.0)
         assert stage.told(RoundCommitted) == []
-        b.answer(constant_model(3.0))
-        stage.play()
+        stage.submit(b, factor=3.0)
         assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
 
 
 def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path):
     stage = Stage(tmp_path)
-    a, _ = stage.hand("a"), stage.hand("b")
-    stage.play()
-    a.answer(constant_model(3.0))
-    stage.play()
+    a, _ = stage.connect("ab")
+    stage.submit(a, factor=3.0)
     stage.store.set_status(stage.job, "stopping")
     stage.play()
     first, needed = stage.job, stage.store.referenced_blobs()
@@ -167,9 +150,7 @@ def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path):
     stage.job = stage.store.add_job(settings.parse_job(TABLE), tmp_path / "bundle")
     stage.restart()
     stage.play()
-    for hand in stage.hands:
-        hand.answer(constant_model())
-    stage.play()
+    stage.submit(*stage.hands)
     assert [fact.status for fact in stage.told(JobEnded)] == ["stopped", "done"]
     assert all(stage.store.blob_store.blob_path(sha256) for sha256 in needed)
 
@@ -177,6 +158,5 @@ def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path):
     stage.store.set_status(first, "running")
     stage.restart()
     stage.play()
-    stage.hands[1].answer(constant_model(5.0))
-    stage.play()
+    stage.submit(stage.hands[1], factor=5.0)
     assert stage.store.stored_status(first) == "done"

@@ -16,17 +16,13 @@ def test_two_jobs_have_each_board_by_turns(two_jobs):
     stage.play()
     assert [job.id for job in stage.server.active_jobs()] == [first, second]
     assert read_events(stage, second, CohortSelected) == []
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     assert [task.job if task else None for task in a.tasks[-2:]] == [None, second]
     assert [fact.devices for fact in read_events(stage, second, CohortSelected)] == [("a",)]
-    b.answer(constant_model())
-    stage.play()
+    stage.submit(b)
     assert stage.store.stored_status(first) == "done"
     assert [fact.devices for fact in read_events(stage, second, CohortSelected)] == [("a",), ("b",)]
-    a.answer(constant_model())
-    b.answer(constant_model())
-    stage.play()
+    stage.submit(a, b)
     assert stage.store.stored_status(second) == "done"
     assert {fact.update.device for fact in read_events(stage, second, UpdateAccepted)} == {"a", "b"}
 
@@ -46,10 +42,8 @@ def test_a_deadline_of_a_board_that_another_job_got_meanwhile_costs_no_attempt(s
     assert stage.server.find_job(first) is not None
     stage.play(350.0)
     assert {fact.attempt for fact in read_events(stage, first, RoundRetried)} == {0}
-    a.answer(constant_model())
-    stage.play()
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
+    stage.submit(a)
     assert [stage.store.stored_status(id) for id in (first, second)] == ["done", "done"]
 
 
@@ -64,8 +58,7 @@ def test_a_job_whose_method_fails_at_a_task_fails_once_and_leaves_no_task_behind
 
     monkeypatch.setattr(RunningJob, "build_task", task)
     stage = staged(cohort=LONG)
-    hands = [stage.hand(name) for name in "abcd"]
-    stage.play()
+    hands = stage.connect("abcd")
     second = stage.add("k", cohort=LONG)
     stage.play()
     assert [fact.status for fact in read_events(stage, stage.job, JobEnded)] == ["failed"]
@@ -100,10 +93,8 @@ def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(staged, m
 
 def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have_from_other_jobs(two_jobs):
     stage, first, second, a, b = two_jobs
-    a.answer(constant_model())
-    stage.play()
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
+    stage.submit(a)
     for hand in (a, b):
         hand.say("presence", b"", retain=True)  # the broker has lost what it knew
         hand.answers = False
@@ -112,21 +103,17 @@ def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have
     assert read_events(stage, second, RoundCommitted) == []
     for hand in (a, b):
         hand.say("presence", wire.Presence(online=True, boot="1"), retain=True)
-    b.answer(constant_model())
-    stage.play()
-    b.answer(constant_model(2.0))
-    stage.play()
+    stage.submit(b)
+    stage.submit(b, factor=2.0)
     assert [stage.store.stored_status(id) for id in (first, second)] == ["done", "done"]
     assert {fact.update.device for fact in read_events(stage, second, UpdateAccepted)} == {"a", "b"}
 
 
 def test_a_board_of_another_job_that_goes_offline_is_not_waited_for(staged):
     stage = staged(cohort=LONG)
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
+    a, b = stage.connect("ab")
     second = stage.add("k", cohort={"deadline_s": 60.0, "attempts": 1})
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     a.answer(constant_model())
     b.say("presence", wire.Presence(online=False, boot="1"), retain=True)
     stage.play(OFFLINE_GRACE_S - 1.0)
@@ -137,55 +124,24 @@ def test_a_board_of_another_job_that_goes_offline_is_not_waited_for(staged):
     assert [fact.update.device for fact in read_events(stage, second, UpdateAccepted)] == ["a"]
 
 
-def test_an_old_message_about_one_job_takes_nothing_from_another(two_jobs):
-    stage, first, second, a, b = two_jobs
-    a.answer(constant_model())
-    stage.play()
-    task = a.tasks[-1]
-    assert task.job == second
-    a.say("claim", wire.Claim(job=first, round=0, attempt=0, accepted=True))
-    a.say("claim", wire.Claim(job="of-old", round=0, attempt=0, accepted=True))
-    a.answer(constant_model(), job="of-old")
-    stage.play()
-    assert a.tasks[-1] == task
-    b.answer(constant_model())
-    stage.play()
-    assert stage.store.stored_status(first) == "done"
-
-
-def test_blobs_that_two_jobs_have_in_common_outlive_the_first(two_jobs):
-    stage, _, second, a, b = two_jobs
-    a.answer(constant_model())
-    b.answer(constant_model())
-    stage.play()
-    for hand in (a, b):
-        task = hand.tasks[-1]
-        assert task.job == second
-        assert all(stage.store.blob_store.has_blob(ref) for ref in task.bundles.values())
-
-
 def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(staged):
     settings = {"rounds": 3, "cohort": {**LONG, "size": 1}}
     stage = staged(**settings)
     hands = [stage.hand(name) for name in "ab"]
     stage.add("k", **settings)
     stage.play()
-    for hand in hands:
-        hand.answer(constant_model(2.0))
-    stage.play()
+    stage.submit(*hands, factor=2.0)
     tasks = [hand.tasks[-1] for hand in hands]
     assert [task.round for task in tasks if task] == [1, 1]
     assert tasks[0].bundles == tasks[1].bundles
-    hands[0].answer(constant_model(5.0))
-    stage.play()
+    stage.submit(hands[0], factor=5.0)
     assert hands[1].tasks[-1] == tasks[1]
     assert all(stage.store.blob_store.has_blob(ref) for ref in tasks[1].bundles.values())
 
 
 def test_a_later_epoch_is_that_of_all_jobs(two_jobs):
     stage, first, second, a, b = two_jobs
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     claim = wire.Claim(
         job=second, round=0, attempt=0, accepted=False, code="counted", reason="", last_counted_round=0, epoch=7
     )
@@ -195,6 +151,5 @@ def test_a_later_epoch_is_that_of_all_jobs(two_jobs):
     stage.store.acquire_lock()  # as the coordinator's process does
     assert [stage.store.current_status(stage.store.find_job(id)) for id in (first, second)] == ["running", "running"]
     assert (a.tasks[-1].job, a.tasks[-1].epoch) == (second, 8)
-    b.answer(constant_model())
-    stage.play()
+    stage.submit(b)
     assert stage.store.stored_status(first) == "done"

@@ -39,12 +39,6 @@ def behind(made: Run) -> int:
 # -- what it holds --------------------------------------------------------------------------------
 
 
-def test_a_run_is_taken_up_from_its_snapshot_and_the_facts_behind_it(run):
-    assert behind(run) == 2
-    assert run.standing.event_count == 31
-    assert run.standing.examples_by_device == {"a": 43, **dict.fromkeys("bcdef", 42)}
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_a_snapshot_and_the_facts_behind_it_come_to_what_the_whole_log_comes_to(often, seed):
     roll, made = random.Random(seed), Run(often())

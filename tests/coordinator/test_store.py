@@ -117,16 +117,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         Store(tmp_path / "home")
 
 
-def test_a_folder_knows_whether_a_coordinator_holds_it(opened):
-    holder, asker = opened(), opened()
-    assert not asker.is_served()
-    assert holder.acquire_lock()
-    assert asker.is_served()
-    assert holder.is_served()
-    holder.close()
-    assert not asker.is_served()
-
-
 def test_a_job_that_two_processes_submit_at_once_becomes_one_run(tmp_path, opened, monkeypatch):
     first, found = opened(), list[tuple[str, bool]]()
     add = first.add_job

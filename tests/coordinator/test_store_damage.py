@@ -152,17 +152,6 @@ def test_a_lost_moved_or_added_fact_is_found(tmp_path, opened, change, said):
     assert len(list(store.read_events(runs[2]))) == 2
 
 
-@pytest.mark.parametrize("value", ["'text'", "7"])
-def test_a_checksum_that_is_none_any_more_is_found(tmp_path, opened, value):
-    runs = three_runs(tmp_path)
-    store = opened()
-    store._db.execute(f"update facts set sum = {value} where seq = 3")
-    for after, seq in ((0, 3), (3, 4)):
-        with pytest.raises(DamagedRunError, match=f"event {seq} or the event before it"):
-            list(store.read_events(runs[1], after=after))
-    assert len(list(store.read_events(runs[2]))) == 2
-
-
 @pytest.mark.parametrize("text", ["/bundle", "stopped", "digits-"])
 def test_a_changed_row_of_a_run_is_named_and_hides_no_other(tmp_path, opened, text):
     runs = three_runs(tmp_path)

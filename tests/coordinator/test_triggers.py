@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from by_hand import TABLE, Hand, Stage, constant_model
+from by_hand import TABLE, Hand, Stage
 
 from fedquilt import wire
 from fedquilt.coordinator import run_control, settings
@@ -119,9 +119,7 @@ def test_a_job_is_started_by_drift_and_carried_out(stage):
         None,
         stage.store.find_job(stage.job).submitter,
     )
-    for hand in (a, b):
-        hand.answer(constant_model())
-    stage.play()
+    stage.submit(a, b)
     assert stage.store.stored_status(started.id) == "done"
     why = "[trigger]: 1 of 1 reporting devices have drift above 0.3: a (drift 0.70)"
     assert reasons(stage, started.id) == [why]
@@ -186,8 +184,7 @@ def test_a_damaged_log_of_an_armed_job_starts_nothing_and_stops_nobody(stage, ca
     tells(stage, a, 0.9)
     stage.play()
     (started,) = others(stage)
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     stage.store._db.execute("update facts set body = replace(body, 'drift', 'drifT') where job = ?", (stage.job,))
     stage.play(5.0)
     assert len(others(stage)) == 1

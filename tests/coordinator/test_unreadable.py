@@ -54,10 +54,8 @@ def wait(stage: Stage, times: int = 1) -> None:
 
 def second_round(stage: Stage) -> str:
     """Play the first of two rounds with one device; returns the sha256 of the state that follows."""
-    hand = stage.hand("a")
-    stage.play()
-    hand.answer(constant_model(2.0))
-    stage.play()
+    (hand,) = stage.connect("a")
+    stage.submit(hand, factor=2.0)
     (committed,) = stage.told(RoundCommitted)
     return str(committed.state.sha256)
 
@@ -69,12 +67,12 @@ def test_a_state_that_can_never_be_read_fails_its_job_by_name_and_no_other(tmp_p
     stage.disk = Bad(sha256)
     stage.restart()
     stage.play()
-    stage.hands[0].answer(constant_model())
-    stage.play()
+    stage.submit(stage.hands[0])
     assert stage.store.stored_status(other) == "done"
     assert stage.store.stored_status(stage.job) == "running"
     wait(stage, TRIES - 1)
     assert stage.store.stored_status(stage.job) == "failed"
+    assert stage.store.suspensions.current_suspension(stage.job) is None
     (_, _, ended) = list(stage.store.read_events(stage.job))[-1]
     assert isinstance(ended, JobEnded)
     for said in (
@@ -97,8 +95,7 @@ def test_a_job_that_was_failed_for_its_state_goes_on_where_that_can_be_read_agai
     stage.store.set_status(stage.job, "queued")
     stage.restart()
     stage.play()
-    stage.hands[0].answer(constant_model())
-    stage.play()
+    stage.submit(stage.hands[0])
     assert stage.store.stored_status(stage.job) == "done"
 
 
@@ -120,17 +117,6 @@ def test_a_held_job_that_is_stopped_is_taken_up_at_once_when_it_is_resumed(tmp_p
     assert stage.store.stored_status(stage.job) == "running"
 
 
-def test_a_job_that_is_given_up_for_the_disk_is_not_held_any_more(tmp_path):
-    stage = Stage(tmp_path, rounds=2)
-    stage.disk = Bad(second_round(stage))
-    stage.restart()
-    wait(stage, TRIES)
-    assert (stage.store.stored_status(stage.job), stage.store.suspensions.current_suspension(stage.job)) == (
-        "failed",
-        None,
-    )
-
-
 def test_a_disk_that_fails_for_a_moment_fails_no_job(tmp_path):
     stage = Stage(tmp_path, rounds=2)
     stage.disk = Bad(second_round(stage), left=2)
@@ -138,8 +124,7 @@ def test_a_disk_that_fails_for_a_moment_fails_no_job(tmp_path):
     stage.play()
     assert not stage.server.finished
     wait(stage, 2)
-    stage.hands[0].answer(constant_model())
-    stage.play()
+    stage.submit(stage.hands[0])
     assert stage.store.stored_status(stage.job) == "done"
 
 
@@ -153,18 +138,15 @@ def test_a_first_state_that_can_never_be_read_is_made_again(tmp_path):
     wait(stage, TRIES - 1)
     bad.left = 0  # another file lies on other sectors
     stage.play()
-    stage.hands[0].answer(constant_model())
-    stage.play()
+    stage.submit(stage.hands[0])
     assert stage.store.stored_status(stage.job) == "done"
     assert (tmp_path / "home" / "blobs" / f"{sha256}.damaged").exists()
 
 
 def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path):
     stage = Stage(tmp_path, cohort={"min_devices": 2})
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
-    a.answer(constant_model(1.0))
-    stage.play()
+    a, b = stage.connect("ab")
+    stage.submit(a)
     (answered,) = stage.told(UpdateAccepted)
     sha256 = answered.update.bundles["model"].sha256
     stage.store.blob_store.verified_path(sha256)  # a file of its own
@@ -176,8 +158,7 @@ def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path):
     (lost,) = stage.told(UpdateLost)
     assert lost.device == "a"
     bad.left = 0
-    a.answer(constant_model(1.0))
-    stage.play()
+    stage.submit(a)
     assert stage.store.stored_status(stage.job) == "done"
 
 
@@ -189,12 +170,10 @@ def test_an_update_that_cannot_be_read_when_it_has_come_is_taken_when_it_is_offe
     stage.disk = Bad(ref.sha256, left=1)
     stage.restart()
     stage.play()
-    hand.answer(constant_model())
-    stage.play()
+    stage.submit(hand)
     assert not stage.told(UpdateAccepted)
     assert "update of a could not be read" in caplog.text
-    hand.answer(constant_model())
-    stage.play()
+    stage.submit(hand)
     assert not stage.told(UpdateRejected)
     assert (tmp_path / "home" / "blobs" / f"{ref.sha256}.damaged").exists()
     assert stage.store.stored_status(stage.job) == "done"
@@ -206,10 +185,8 @@ def test_a_stored_sum_that_a_disk_does_not_give_back_once_is_not_lost(tmp_path):
         worker = BackgroundWorker(large_bytes=0)
         worker.min_unsaved_ratio = 0.0
         stage = Stage(tmp_path / name, worker=worker, cohort={"min_devices": 2})
-        a, b = stage.hand("a"), stage.hand("b")
-        stage.play()
-        a.answer(constant_model(1.0))
-        stage.play()
+        a, b = stage.connect("ab")
+        stage.submit(a)
         (folded,) = stage.told(UpdatesAggregated)
         stage.disk = Bad(folded.sum.sha256, left=left)
         stage.restart()
@@ -242,8 +219,7 @@ def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(tmp_
     stage.restart()
     other, a = apart(stage), stage.hand("a")
     stage.play()
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     assert (stage.store.stored_status(other), stage.store.stored_status(stage.job)) == ("done", "queued")
     wait(stage, TRIES - 1)
     assert stage.store.stored_status(stage.job) == "failed"
@@ -254,21 +230,7 @@ def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(tmp_
     bad.left = 0
     stage.store.set_status(stage.job, "queued")
     stage.play()
-    a.answer(constant_model())
-    stage.play()
-    assert stage.store.stored_status(stage.job) == "done"
-
-
-def test_a_bundle_that_cannot_be_read_for_a_moment_fails_no_job(tmp_path):
-    stage = Stage(tmp_path)
-    stage.disk = Bad(job_bundle.load_bundle(tmp_path / "bundle").files["model"].sha256, left=1)
-    stage.restart()
-    a = stage.hand("a")
-    stage.play()
-    assert not a.tasks
-    wait(stage)
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     assert stage.store.stored_status(stage.job) == "done"
 
 
@@ -295,8 +257,7 @@ def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path, le
     stage.play()
     stage.store.set_status(other, "queued")
     stage.play()
-    a.answer(constant_model())
-    stage.play()
+    stage.submit(a)
     assert (stage.store.stored_status(other), stage.store.stored_status(stage.job)) == ("done", "queued")
     for _ in range(1, TRIES if left > 1 else 1):
         wait(stage)
@@ -356,8 +317,7 @@ def test_a_job_for_which_no_descriptor_is_left_waits_until_there_is_one(tmp_path
     assert os.strerror(code) in str(stage.store.suspensions.current_suspension(stage.job))
     stage.disk.left = 0
     wait(stage)
-    stage.hands[0].answer(constant_model())
-    stage.play()
+    stage.submit(stage.hands[0])
     assert stage.store.stored_status(stage.job) == "done"
 
 

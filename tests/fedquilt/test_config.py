@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -64,15 +63,6 @@ class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     named: dict[str, Inner] = {}
 
 
-@dataclass(frozen=True)
-class Plain:
-    lr: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.lr < 0:
-            raise ValueError("lr is below 0")
-
-
 @pytest.mark.parametrize(
     ("table", "said"),
     [
@@ -111,16 +101,6 @@ def test_what_is_wanted_is_told_in_words(table, said):
     with pytest.raises(JobError) as caught:
         toml.convert_table({"method": "fedavg", **table}, settings.JobSettings, "a job")
     assert said in str(caught.value)
-
-
-def test_a_part_of_a_job_says_which_it_is():
-    with pytest.raises(
-        JobError, match=r"^\[data\]: there is no key 'sise'; did you mean 'size'\? Keys of \[data\]: size, prefer"
-    ):
-        toml.convert_table({"sise": 1}, Inner, "[data]")
-    with pytest.raises(JobError, match=r"^\[params\]: lr is below 0"):
-        toml.convert_table({"lr": -1.0}, Plain, "[params]")
-    assert toml.convert_table({"size": 3}, Inner, "[data]") == Inner(3)
 
 
 @pytest.mark.parametrize(

@@ -117,13 +117,6 @@ def test_each_unusual_operation_of_the_backward_pass_adds_its_pages():
     )
 
 
-def test_a_library_that_the_network_comes_from_is_counted():
-    network = TrainingProperties(10, 0, 30, 2)
-    more = peak_memory.training_bytes(network, 1, library="torchvision") - peak_memory.training_bytes(network, 1)
-    assert more == peak_memory.LIBRARY_BYTES["torchvision"]
-    assert peak_memory.training_bytes(network, 1, library="mlp") == peak_memory.training_bytes(network, 1)
-
-
 def test_a_process_needs_its_engine_at_work_and_the_work():
     assert peak_memory.task_process_bytes("onnx", 5 * 10**6) == 94 * 10**6
     assert peak_memory.task_process_bytes("onnx", 5 * 10**6, base_bytes=60 * 10**6) == 97 * 10**6

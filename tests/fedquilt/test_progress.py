@@ -175,16 +175,6 @@ def test_a_line_that_says_the_same_is_not_written_again(clock):
     assert out.getvalue() == "\r\x1b[Kwork"
 
 
-def test_words_that_are_not_shown_are_not_made(clock):
-    """They may cost as much as there are boards."""
-    made = []
-    line = ProgressLine(io.StringIO(), clock=clock)
-    for second in range(8):
-        clock.now_s = float(second)
-        line.show_status(lambda: made.append(clock.now_s) or "words")
-    assert made == [FIRST_LINE_S]
-
-
 def test_work_in_parts_says_which_it_is_at_how_many_are_done_and_how_long_the_others_may_take():
     out = Terminal()
     line = ProgressLine(out, live=True, clock=(clock := Clock()))

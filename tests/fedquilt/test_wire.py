@@ -71,20 +71,6 @@ def test_what_a_newer_device_tells_besides_is_skipped_and_what_asks_or_answers_i
             wire.decode(seal(fields), type(message))
 
 
-def test_what_a_newer_device_tells_inside_a_report_is_skipped_too():
-    update = next(message for message in MESSAGES if isinstance(message, Update))
-    payload = wire.encode(update)
-
-    def with_one_more(at):
-        assert at in payload
-        grown = payload.replace(at, at + b'"of_a_later_version":1,')
-        return wire.decode(seal(grown[grown.index(b",", grown.index(b"crc")) :]), Update)
-
-    assert with_one_more(b'"usage":{') == update
-    with pytest.raises(WireError, match="unknown field"):
-        with_one_more(b'"model":{')
-
-
 def test_an_update_without_layouts_does_not_name_them():
     """Those of a large network alone would exceed a message."""
     (update,) = (message for message in MESSAGES if isinstance(message, Update))

@@ -23,7 +23,6 @@ from fedquilt.coordinator.rounds.events import (
     RoundRetried,
     TaskDeclined,
     UpdateAccepted,
-    UpdateLost,
     UpdateRejected,
 )
 from fedquilt.coordinator.rounds.job_state import EndedJob, JobConstants, JobState, apply_event
@@ -337,19 +336,6 @@ def test_a_round_ends_with_its_accuracy_devices_and_joules():
     assert told[-1] == ["round 2: statistics for the evaluation gathered (0 of 1 devices)"]
 
 
-def test_a_round_that_another_process_began_is_told_whole():
-    facts = [
-        CohortSelected(0, 0, tuple("abc")),
-        answer("a"),
-        answer("b"),
-        UpdateLost(0, "b", "damaged"),
-        answer("b"),
-        answer("c"),
-    ]
-    told = formatted(begun(CohortSettings(size=3)), [*facts, RoundClosed(0), RoundCommitted(0, REF, False, {})], 4)
-    assert told[-1] == ["round 1: updates aggregated (3 of 3 devices)"]
-
-
 def test_an_evaluation_has_its_own_metrics():
     (told,) = event_messages.format_single_event(
         RoundCommitted(1, REF, False, {}, evaluation=of_numbers(1.5, 1.25, 40))
@@ -378,6 +364,8 @@ def test_many_that_decline_for_one_reason_are_counted(capsys):
 def test_reasons_without_room_are_counted():
     declined = {"a": "too big", "b": "too big", "c": "too hot", "d": "no data"}
     assert selection.format_by_reason(declined) == "a, b: too big; c: too hot; d: no data"
+    many = selection.format_by_reason({f"dev-{number}": f"reason {number}" for number in range(7)})
+    assert many.endswith("; dev-4: reason 4; 2 more reasons")
     assert selection.format_by_reason(declined, 2) == "a, b: too big; c: too hot; 1 more reason"
     assert selection.format_by_reason(declined, 1) == "a and 1 more: too big; 2 more reasons"
 
@@ -463,13 +451,6 @@ def test_the_line_of_a_round_that_began_before_the_console_has_its_number_and_de
     if seen < 9:
         said = [*said, "round 2 of 2: loss 0.25, 12 J predicted, 2 kB, 2 devices"]
     assert capsys.readouterr().out.splitlines() == [f"[   0.0 s] {line}" for line in said]
-
-
-def test_reasons_beyond_the_fifth_are_counted():
-    told = selection.format_by_reason({f"dev-{number}": f"reason {number}" for number in range(7)})
-    assert told.startswith("dev-0: reason 0; dev-1: reason 1; ")
-    assert told.endswith("; dev-4: reason 4; 2 more reasons")
-    assert selection.format_by_reason({"a": "too big", "b": "too big"}) == "a, b: too big"
 
 
 def test_a_terminal_shows_the_running_round_in_one_block(monkeypatch):

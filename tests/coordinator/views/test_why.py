@@ -108,29 +108,6 @@ def test_the_places_told_afterwards_are_those_of_the_draw_in_every_round():
         assert places == [3, 4, 5, 6, 7], number
 
 
-def test_who_was_silent_in_an_attempt_is_behind_all_others_in_the_next_one():
-    facts = [JobStarted(BLOB), EligibilityRecorded(0, tuple("abcdef"))]
-    state = JobState(PLAN)
-    for fact in facts:
-        state = apply_event(state, fact, 0.0)
-    for _ in range(2):
-        asked = decide_event(state, 0.0, "abcdef")
-        assert isinstance(asked, CohortSelected)
-        facts.append(asked)
-        state = apply_event(state, asked, 0.0)
-        if len(facts) < 4:
-            facts.append(RoundRetried(0, 1))
-            state = apply_event(state, facts[-1], 0.0)
-    first, second = (set(fact.devices) for fact in facts if isinstance(fact, CohortSelected))
-    assert not first & second
-    told = round_outcomes.outcomes_by_round(facts, PLAN)[0]
-    assert {told[device].text for device in first} == {
-        "selected; no update by the deadline: selected last in the next attempt"
-    }
-    rest = set("abcdef") - first - second
-    assert sorted((told[device].position, told[device].eligible_count) for device in rest) == [(3, 6), (4, 6)]
-
-
 def test_what_became_of_those_who_were_asked_is_told():
     facts = [
         JobStarted(BLOB),
@@ -225,28 +202,6 @@ def test_a_round_that_cannot_begin_tells_why_too():
         "round 1:",
         "  is hotter than [cohort] max_temperature_c: a, b",
     ]
-
-
-def test_a_log_from_before_there_were_surveys_tells_what_it_can():
-    told = round_outcomes.outcomes_by_round(
-        [JobStarted(BLOB), CohortSelected(0, 0, ("a",)), UpdateAccepted(0, update("a"))], PLAN
-    )
-    assert {device: part.code for device, part in told[0].items()} == {"a": "answered"}
-
-
-def test_a_fleet_of_a_thousand_is_noted_once_and_then_by_its_changes():
-    fleet = {f"dev-{i:04d}": "offline" if i % 3 == 0 else "" for i in range(1000)}
-    facts = played(PLAN, fleet, 50)
-    surveys = [fact for fact in facts if isinstance(fact, EligibilityRecorded)]
-    assert len(surveys) == 1
-    state = JobState(PLAN)
-    for fact in facts:
-        state = apply_event(state, fact, 0.0)
-    hot = LabelColumn({**fleet, **{f"dev-{i:04d}": "hot" for i in range(1, 31, 3)}})
-    change = eligibility_event(state, hot)
-    assert {code: len(devices) for code, devices in change.ineligible.items()} == {"hot": 10}
-    assert len(msgspec.json.encode(change)) < 300
-    assert eligibility_event(apply_event(state, change, 0.0), hot) is None
 
 
 def told(facts: list[AnyEvent], plan: JobConstants = PLAN) -> round_outcomes.RoundOutcomes:

@@ -28,17 +28,6 @@ def comparison(*jobs: fq.Job) -> fq.Comparison:
 PROX = fq.Job(method="fedprox", params={"mu": 0.1})
 
 
-def test_a_row_says_how_far_a_job_came_and_at_what_cost():
-    first, second = comparison(PROX, PROX.replace(method="scaffold")).table()
-    assert first["job"] == "fedprox"
-    assert (first["accuracy"], first["held_accuracy"]) == pytest.approx((0.65, 0.325))
-    assert (first["difference"], first["low"], first["high"]) == (None, None, None)
-    assert second["difference"] == pytest.approx(0.15)
-    assert second["low"] == pytest.approx(0.15 - 12.706 * 0.05)
-    assert second["high"] == pytest.approx(0.15 + 12.706 * 0.05)
-    assert (second["rounds"], second["bytes"], second["joules"], second["seconds"]) == (2, 200, 10.0, 4.0)
-
-
 def test_costs_are_counted_to_the_target():
     first, second = comparison(PROX, PROX.replace(method="scaffold")).table(target=0.6)
     assert (first["reached"], first["rounds"], first["joules"]) == (2, 2, 10.0)

@@ -43,13 +43,6 @@ def test_a_job_reads_as_it_was_written(tmp_path):
     assert "rounds" not in written
 
 
-def test_values_and_tables_are_the_same_job():
-    """A table may be given as it stands in a file."""
-    table = {"path": str(DIGITS), "partition": "dirichlet", "alpha": 0.4}
-    boards = {"devices": 10, "boards": ["jetson-nano", "raspberry-pi-5"]}
-    assert job(data=table, fleet=boards, cohort={"size": 5, "deadline": "predicted"}) == job()
-
-
 def test_relative_paths_are_of_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert job(data=fq.Data("digits.npz")).data == {"path": str(tmp_path / "digits.npz")}

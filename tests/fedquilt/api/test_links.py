@@ -16,15 +16,6 @@ def rounds_of(job: fq.Job, links: list[str], home: Path) -> list[float]:
     return list(fq.simulate(job.replace(fleet=fleet), evaluate=False, home=home).rounds()["seconds"])
 
 
-def test_a_round_is_longer_by_the_slowest_boards_way_down_and_up(job, tmp_path):
-    plain = rounds_of(job, [], tmp_path / "plain")
-    slow = rounds_of(job, ["2kB/s 100ms"], tmp_path / "slow")
-    moved = fq.Run.open(tmp_path / "slow", "job").rounds()
-    for number in range(3):
-        bytes_of_one = (moved["down_bytes"][number] + moved["up_bytes"][number]) / 2
-        assert slow[number] - plain[number] == pytest.approx(0.2 + bytes_of_one / 2e3, rel=1e-6)
-
-
 def test_links_change_no_bit_where_nobody_is_late(job, tmp_path):
     fleet = fq.Fleet(4, boards=["jetson-tx2"], links=["1MB/s", "3kB/s 1s"])
     with_links = fq.simulate(job.replace(fleet=fleet), evaluate=False, home=tmp_path / "with")

@@ -41,13 +41,6 @@ def test_an_empty_blob_is_complete_with_its_manifest():
     assert pull.is_complete
 
 
-def test_the_manifest_is_asked_for_first_and_once():
-    pull = Download(ref_of(BLOB), CHUNK, 0.0)
-    assert pull.next_requests(0.0) == [wire.ChunkRequest(sha256=ref_of(BLOB).sha256, chunk=CHUNK)]
-    assert pull.next_requests(0.5) == []
-    assert pull.due_s == 2.0
-
-
 def test_the_window_opens_by_one_for_each_chunk_up_to_eight():
     pull = begun()
     assert indices(pull.next_requests(0.0)) == [0, 1]

@@ -46,19 +46,6 @@ def test_a_large_blob_is_gone_while_its_blocks_are_still_to_be_freed(tmp_path, h
     assert depot.load(ref.sha256) == bytes(1000)
 
 
-def test_small_blobs_and_more_large_ones_than_may_be_open_are_freed_at_once(tmp_path, held, monkeypatch):
-    monkeypatch.setattr(store, "MAX_OPEN_FILES", 2)
-    depot = BlobStore(tmp_path)
-    refs = [depot.store_bytes(bytes([number]) * size) for number, size in enumerate((999, 1000, 1000, 1000))]
-    for ref in refs:
-        depot.remove_blob(ref.sha256)
-    assert not list(tmp_path.iterdir())
-    open_files = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    assert sorted(each for each in open_files if each.startswith(str(tmp_path))) == sorted(
-        f"{tmp_path / ref.sha256} (deleted)" for ref in refs[1:3]
-    )
-
-
 def test_leftovers_are_freed_there_too(tmp_path, held):
     depot = BlobStore(tmp_path)
     ref = depot.store_bytes(bytes(1000))

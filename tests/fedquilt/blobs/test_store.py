@@ -207,13 +207,6 @@ def test_a_part_goes_on_from_the_chunks_that_are_right(tmp_path):
     assert list(BlobStore(tmp_path).open_part(cut())) == [1, 0, 0, 0, 1]
 
 
-def test_a_part_goes_on_though_it_is_cut_otherwise_now(tmp_path):
-    BlobStore(tmp_path).open_part(cut())
-    for index in (0, 3):
-        write_chunk(BlobStore(tmp_path), cut(), index)
-    assert list(BlobStore(tmp_path).open_part(cut(4 * KIB))) == [1, 1, 0, 0, 0, 0, 1, 1, 0, 0]
-
-
 def test_a_part_whose_size_was_lost_starts_again(tmp_path):
     (tmp_path / f"{REF.sha256}.part").write_bytes(b"")
     assert list(BlobStore(tmp_path).open_part(cut())) == [0] * 5

@@ -38,16 +38,6 @@ def test_one_blob_from_two_devices_is_pulled_once_and_finished_for_both(tmp_path
     assert coordinator.transfers.traffic_bytes("alive", "up") == 600_000
 
 
-def test_many_small_blobs_arrive_side_by_side(tmp_path):
-    broker = MemoryBroker()
-    coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
-    for number in range(100):
-        agent.transfers.request_blob("tx2", coordinator.depot.store_bytes(number.to_bytes(2, "big") * 50))
-    play(broker, coordinator, agent, until=lambda: len(agent.errors) == 100)
-    assert set(agent.errors.values()) == {None}
-    assert broker.now_s < 100 / 16 * 2 * 0.004
-
-
 class SlowLink(MemoryLink):
     queued = 0
     most = 0

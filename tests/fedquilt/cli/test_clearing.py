@@ -1,6 +1,5 @@
 """`prune`: what goes, what stays, who is asked, and a kill at any moment."""
 
-import json
 import os
 import shutil
 import threading
@@ -83,16 +82,6 @@ def files(home: Path) -> set[str]:
         for path in (home / folder).rglob("*")
         if path.is_file()
     }
-
-
-def test_a_home_without_runs_is_said_to_have_none(tmp_path, capsys):
-    run = begun(tmp_path, "only")
-    assert main(["prune", run, "--yes", "--home", str(tmp_path)]) == 0
-    capsys.readouterr()
-    assert main(["ls", "--home", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith(f"no runs in {tmp_path}: start one with `fedquilt run` or `simulate`")
-    assert main(["ls", "--home", str(tmp_path), "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out) == []
 
 
 def test_a_deleted_run_is_gone_with_all_that_only_it_needed(tmp_path, capsys):

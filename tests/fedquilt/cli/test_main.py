@@ -16,7 +16,6 @@ from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
-    EligibilityRecorded,
     JobEnded,
     JobStarted,
     RoundCommitted,
@@ -102,20 +101,6 @@ def test_runs_are_listed_and_told_for_people_and_programs(tmp_path, capsys):
     assert main(["logs", "digits", "--home", str(tmp_path), "--format", "json", "--follow"]) == 0
     kinds = [json.loads(line)["fact"]["type"] for line in capsys.readouterr().out.splitlines()]
     assert kinds == ["JobStarted", "CohortSelected", "JobEnded"]
-
-
-def test_why_tells_of_all_or_of_one_round_or_device_for_people_and_programs(tmp_path, capsys):
-    with Store(tmp_path) as store:
-        run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
-        for fact in (JobStarted(BLOB), EligibilityRecorded(0, ("a",), {"hot": ("b",)}), CohortSelected(0, 0, ("a",))):
-            store.append_event(run, fact)
-    home = ["--home", str(tmp_path)]
-    assert main(["why", run, *home]) == 0
-    assert capsys.readouterr().out == "round 1:\n  selected: a\n  is hotter than [cohort] max_temperature_c: b\n"
-    assert main(["why", "digits", "1", "--device", "b", "--format", "json", *home]) == 0
-    assert json.loads(capsys.readouterr().out)["1"]["b"]["code"] == "hot"
-    assert main(["why", run, "--device", "c", *home]) == 2
-    assert "it knows a, b" in capsys.readouterr().err
 
 
 def test_energy_is_told_with_what_is_above_idle_and_its_error(tmp_path, capsys):

@@ -83,18 +83,6 @@ def test_iid_shares_differ_by_one_at_most():
     assert sorted(map(len, shares(LABELS, PARTITIONS["iid"]))) == [14] * 5 + [15] * 2
 
 
-def test_a_small_alpha_makes_devices_unlike_a_large_one_alike():
-    y = np.zeros(1000, int)
-    largest = {}
-    for alpha in (0.05, 1000.0):
-        spec = DataSpec("-", partition="dirichlet", shares=10, alpha=alpha, min_size=1)
-        y[500:] = 1
-        owned = [np.bincount(y[share], minlength=2)[0] for share in shares(y, with_options(spec, seed=3))]
-        largest[alpha] = max(owned)
-    assert largest[1000.0] < 65
-    assert largest[0.05] > 200
-
-
 def test_no_dirichlet_share_is_below_the_minimum():
     """Drawn again until it holds; and called out of reach where it cannot."""
     spec = DataSpec("digits.npz", partition="dirichlet", shares=7, alpha=0.3, min_size=6)
@@ -163,19 +151,6 @@ def small(path: Path, save=np.savez_compressed, **arrays) -> Path:
     held = {"x_train": x, "y_train": y, "x_test": x[:5] + 100, "y_test": y[:5], **arrays}
     save(path, **held)
     return path
-
-
-@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_an_npz_gives_each_device_its_own(tmp_path, save):
-    spec = DataSpec(str(small(tmp_path / "a.npz", save)), partition="iid", shares=4)
-    seen = []
-    for share in range(4):
-        train, held = data.load_share(with_options(spec, share=share))
-        assert (len(train), len(held)) == (4, 1)
-        for part in (train, held):
-            assert [row % 4 for row in rows_of(part)] == part.y.tolist()
-            seen += rows_of(part)
-    assert sorted(seen) == list(range(20))
 
 
 def test_all_shares_at_once_are_those_of_each_device(tmp_path):

@@ -174,15 +174,6 @@ def test_colour_becomes_grey_by_luma():
     assert out.ravel().tolist() == pytest.approx([0.299, 0.587, 0.114])
 
 
-def test_floating_images_are_taken_as_they_are():
-    """0..1 already; a single channel axis may be there or not."""
-    x = np.array([[[0.0, 0.25], [0.5, 1.0]]])
-    assert inputs.prepare_images(x, ImageInput(channels=1, size=2))[0, 0].tolist() == [[0.0, 0.25], [0.5, 1.0]]
-    assert np.array_equal(
-        inputs.prepare_images(x[..., None], {"channels": 1, "size": 2}), inputs.prepare_images(x, ImageInput(1, 2))
-    )
-
-
 def test_deeper_integers_are_scaled_by_their_own_range():
     assert inputs.prepare_images(np.full((1, 1, 1), 65535, np.uint16), ImageInput(1, 1)).item() == 1.0
 

@@ -213,18 +213,6 @@ def test_arrays_with_words_for_labels(tmp_path):
         examples.load_split(DataSpec.parse({**found.data, "path": str(tmp_path / "test.npz")}))
 
 
-def test_pictures_of_several_sizes_in_grey(tmp_path):
-    image = pytest.importorskip("PIL.Image")
-    for name, level, size in (("day", 204, (24, 20)), ("night", 51, (30, 40))):
-        (tmp_path / "train" / name).mkdir(parents=True)
-        image.new("RGB", size, (level,) * 3).save(tmp_path / "train" / name / "a.png")
-    found = inspect_data(str(tmp_path))
-    assert found.data == {"path": str(tmp_path), "labels": ["day", "night"], "size": 20}
-    assert found.input == {"channels": 1, "size": 20, "mean": [0.5], "std": [0.3]}
-    assert "images of 20 to 40 pixels a side are scaled to 20 x 20" in found.notes
-    assert "grey images, 20 x 20 pixels, levels standardised" in found.notes
-
-
 def test_test_pictures_of_another_size_are_scaled_as_the_others(tmp_path):
     image = pytest.importorskip("PIL.Image")
     for split, side in (("train", 20), ("test", 24)):

@@ -17,13 +17,6 @@ from fedquilt.edge_agent import settings as agent
 from fedquilt.formats import toml
 from fedquilt.tools.simulation.agents import FleetPlan
 
-PUMPS = """age,material,user,failed
-1.5,steel,a,0
-2,bronze,b,1
-NA,steel,b,1
-4,steel,c,0
-"""
-
 
 def spec(path: Path, **keys: Any) -> DataSpec:
     return DataSpec.parse({"path": str(path), **keys})
@@ -33,17 +26,6 @@ def written(folder: Path, text: str | bytes, name: str = "pumps.csv") -> Path:
     path = folder / name
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     return path
-
-
-def test_numbers_words_and_missing_values_become_inputs(tmp_path):
-    categories = {"material": ["steel", "bronze"]}
-    reader = readers.open_reader(
-        spec(written(tmp_path, PUMPS), y="failed", column="user", categories=categories, fill={"age": 9})
-    )
-    assert reader.features == ("age", "material=steel", "material=bronze")
-    np.testing.assert_array_equal(reader.take(np.arange(4)), [[1.5, 1, 0], [2, 0, 1], [9, 1, 0], [4, 1, 0]])
-    assert reader.y.tolist() == [0, 1, 1, 0]
-    assert reader.owner.tolist() == ["a", "b", "b", "c"]
 
 
 @pytest.mark.parametrize(

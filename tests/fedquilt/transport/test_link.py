@@ -86,16 +86,6 @@ def test_a_lost_client_neither_sends_nor_receives():
     assert b.receive() == [Message("t", b"x")]
 
 
-def test_everything_comes_once_and_in_order():
-    broker = MemoryBroker()
-    reader, author = broker.connect(), broker.connect()
-    reader.subscribe(["t"])
-    sent = [number.to_bytes(2, "big") for number in range(300)]
-    for payload in sent:
-        author.publish("t", payload)
-    assert [message.payload for message in arrived(broker, reader)] == sent
-
-
 class Echo:
     def __init__(self, link: Link, hears: str, says: str, begins: bool = False) -> None:
         self.finished = False
@@ -115,15 +105,6 @@ class Echo:
             self.heard_s.append(now_s)
             self._due_s = now_s + 1.0
         return self._due_s
-
-
-def test_simulated_time_jumps_from_event_to_event():
-    broker = MemoryBroker()
-    here, there = broker.connect(), broker.connect()
-    a, b = Echo(here, "a", "b", begins=True), Echo(there, "b", "a")
-    run_on_virtual_time(broker, lambda: [(here, a), (there, b)], is_finished=lambda: len(b.heard_s) == 2)
-    assert a.heard_s == [pytest.approx(1.002)]
-    assert b.heard_s == [pytest.approx(0.001), pytest.approx(2.003)]
 
 
 def calls(work: Callable[[], object]) -> int:

@@ -89,15 +89,6 @@ def test_a_goodbye_in_the_middle_of_a_flood_leaves_no_will(mosquitto, stage):
     assert stage.payloads("feed") == [b"end"]
 
 
-def test_mqtt_5_is_used_where_it_is_spoken_and_3_1_1_elsewhere(mosquitto, embedded_broker, stage):
-    """The packet limit, which 3.1.1 cannot announce, is guessed low there."""
-    modern = stage.join(mosquitto().url, "modern")
-    old = stage.join(embedded_broker.url, "old")
-    stage.until(lambda: modern.connected and old.connected)
-    assert (modern.level, modern.max_payload) == (5, 1024 * KIB)
-    assert (old.level, old.max_payload) == (4, 121 * KIB)
-
-
 def test_a_client_that_computes_for_long_is_kept_only_if_it_is_tended(mosquitto, stage):
     broker = Broker.from_url(mosquitto().url)
     watch = stage.join(broker, "watch", "will/+")

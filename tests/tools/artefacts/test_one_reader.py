@@ -277,12 +277,6 @@ def test_one_image_of_12_bits_among_others_gives_the_depth_in_any_order(tmp_path
     assert examples.load_split(DataSpec.parse(data)).x.dtype == np.uint16
 
 
-def test_black_images_of_16_bits_have_a_depth(tmp_path: Path) -> None:
-    (tmp_path / "train" / "a").mkdir(parents=True)
-    Image.fromarray(np.zeros((4, 4), np.uint16)).save(tmp_path / "train" / "a" / "0.png")
-    assert complete_data_table({"path": str(tmp_path)})["depth"] == 9
-
-
 def test_a_file_that_is_no_image_is_named_when_the_job_is_read(tmp_path: Path) -> None:
     (tmp_path / "train" / "a").mkdir(parents=True)
     file = tmp_path / "train" / "a" / "0.png"

@@ -31,14 +31,6 @@ REPORT = GpuReport(
 # -- reports --------------------------------------------------------------------------------------
 
 
-def test_a_report_reads_back_and_its_tables_fit_80_columns() -> None:
-    assert msgspec.json.decode(msgspec.json.encode(REPORT), type=GpuReport) == REPORT
-    lines = gpu_check.format_report(REPORT)
-    assert max(map(len, lines)) <= 80
-    assert "gpu    unknown" in lines
-    assert "training, 32  CUDA  plan    ok         100   1.05" in lines
-
-
 def test_the_tables_of_the_page_on_boards_are_those_of_the_stored_report() -> None:
     docs = Path(__file__).parents[3] / "docs"
     found = msgspec.json.decode((docs / "gpu-report.json").read_bytes(), type=GpuReport)

@@ -73,20 +73,6 @@ class FakeBoard:
 POINTS = measurement.select_points(measurement.candidate_points(LISTS))
 
 
-def test_what_is_measured_is_what_the_board_does():
-    board = FakeBoard()
-    found = measurement.measure_points(board.rig(), POINTS, 120.0)
-    assert found.idle_w == pytest.approx(1.5)
-    assert [each.point.name for each in found.points] == [point.name for point in POINTS]
-    for each in found.points:
-        at = measurement.clocks_by_axis(each.point)
-        assert each.point.flops_per_s == pytest.approx(1 / TIME.compute_seconds(at, TOP), rel=1e-3)
-        assert each.point.bytes_per_s == pytest.approx(1 / TRAFFIC.compute_seconds(at, TOP), rel=1e-3)
-        assert each.point.busy_w == pytest.approx(POWER.compute_watts(at, TOP), rel=1e-3)
-    assert (board.held, board.releases, found.skipped) == (None, 1, ())
-    assert found.power_source == "fake counter, counter"
-
-
 def test_the_profile_that_comes_out_holds_the_board_s_own_law_and_reads_back():
     result = record.build_profile(measurement.measure_points(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
     board = profiles.parse_board_profile(record.format_board(result.board), "recorded")
@@ -175,19 +161,6 @@ def test_clocks_are_given_back_whatever_happens(error):
     with pytest.raises(error):
         measurement.measure_points(board.rig(), POINTS, 120.0)
     assert (board.held, board.releases) == (None, 1)
-
-
-def test_a_point_that_the_board_refuses_is_skipped_with_its_reason():
-    board = FakeBoard()
-
-    def hot(point: OperatingPoint) -> None:
-        if point.name == POINTS[0].name:
-            raise ClockError("the hottest zone is at 90 C")
-
-    board.trouble = hot
-    found = measurement.measure_points(board.rig(), POINTS, 120.0)
-    assert found.skipped == ((POINTS[0].name, "the hottest zone is at 90 C"),)
-    assert len(found.points) == len(POINTS) - 1
 
 
 def test_without_a_clock_helper_the_one_point_is_as_the_board_is():

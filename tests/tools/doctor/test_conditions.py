@@ -90,14 +90,6 @@ def test_swap_on_a_card_is_found(board: Any, swaps: str, kind: str, found: str |
     assert [found in one.sentence for one in told if found] == ([True] if found else [])
 
 
-@pytest.mark.parametrize("odd", ["", "   ", "none"], ids=repr)
-def test_swap_on_a_card_is_found_beside_lines_without_columns(board: Any, odd: str) -> None:
-    board.write("proc/swaps", f"Filename Type Size Used Priority\n{odd}\n/var/swap file 1000 0 -2\n{odd}")
-    board.write("proc/mounts", f"{odd}\n/dev/mmcblk0p1 / ext4 rw 0 0\n{odd}")
-    board.write("sys/block/mmcblk0/device/type", "SD")
-    assert machine_facts.read_machine(board.root, board.clock_s, 0.0).swap_on_card == "/var/swap"
-
-
 def finds(root: Path) -> list[str]:
     seen = machine_facts.read_machine(root, 1.8e9, 0.0)
     return [one.number for one in check(seen) if one.severity != "ok" and one.number > "FQ150"]

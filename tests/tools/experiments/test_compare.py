@@ -102,14 +102,6 @@ def test_a_key_changes_with_what_the_run_depends_on_and_nothing_else(folder: Pat
     assert moved.cache_key != case.cache_key
 
 
-def test_a_method_that_an_engine_cannot_run_gets_one_of_its_own(folder: Path) -> None:
-    (prox, sq) = comparison.make_cases(JOB, folder, ["fedprox", "fedsq"], [0])
-    assert (prox.settings.engine, sq.settings.engine) == ("numpy", None)
-    assert comparison.describe_other_engines(JOB, [prox]) == []
-    [line] = comparison.describe_other_engines(JOB, [prox, sq])
-    assert line == 'engine = "numpy" does not support every method: fedsq runs on torch'
-
-
 def test_an_engine_of_a_package_runs_every_method(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings.plugins, "plugin_names", lambda kind: ("quick",))
     cases = comparison.make_cases(msgspec.structs.replace(JOB, engine="quick"), folder, ["fedprox", "fedsq"], [0])
@@ -271,12 +263,6 @@ def test_what_one_run_does_not_know_has_no_mean() -> None:
     assert "accuracy-rounds.svg" in tables.make_plots(runs, None)
 
 
-def test_without_a_test_set_accuracy_is_on_held_out_shares() -> None:
-    run = msgspec.structs.replace(made("fedavg", 0, 0.9), tested=0, marks=(mark(1, None, held=0.6),))
-    found = tables.make_result("j", [run], None)
-    assert (found["table"][0]["accuracy"], found["accuracy_on"]) == (0.6, "held-out shares")
-
-
 def test_on_held_out_shares_a_test_set_does_not_count() -> None:
     """What is compared of methods that leave each device a network of its own: here 0.5 of 0.9."""
     runs, note = comparison.select_scores([made("fedavg", 0, 0.9), made("local", 0, 0.9)])
@@ -407,16 +393,6 @@ def test_data_without_a_test_split_is_compared_on_held_out_shares(folder: Path, 
     odd = msgspec.structs.replace(job, test={"path": str(tmp_path / "none.npz")})
     with pytest.raises(DataError, match=r"none\.npz"):
         single_run.run_seed(odd, folder, lambda done: None)
-
-
-def test_a_run_is_found_again_and_one_of_another_shape_is_not(tmp_path: Path) -> None:
-    store, run = run_cache.RunCache(tmp_path), made("fedavg", 0, 0.5)
-    assert store.find("a") is None
-    store.store("a", run)
-    assert run_cache.RunCache(tmp_path).find("a") == run
-    assert [path.name for path in store.folder.iterdir()] == ["a.json"]
-    (store.folder / "a.json").write_text("[1, 2]")
-    assert store.find("a") is None
 
 
 def test_a_key_changes_with_every_part_and_with_the_bundle(tmp_path: Path) -> None:

@@ -25,12 +25,10 @@ from fedquilt.coordinator.rounds.events import (
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import scores
 from fedquilt.coordinator.views.scores import EvaluationScore
-from fedquilt.core import BlobRef, DataError, Examples, JobError, StoreError
+from fedquilt.core import BlobRef, DataError, JobError, StoreError
 from fedquilt.formats import job_bundle
 from fedquilt.tools.experiments import evaluation
-from fedquilt.tools.simulation import agents
 
-DIGITS = Path(agents.__file__).parents[1] / "lab" / "demo" / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
 RIGHT = {"1.weight": np.eye(2, dtype=np.float32), "1.bias": np.zeros(2, np.float32)}
 WRONG = {**RIGHT, "1.weight": -RIGHT["1.weight"]}
@@ -137,15 +135,6 @@ def test_following_scores_every_state_that_is_there_when_it_is_looked_for(store:
     assert not news
 
 
-def test_a_state_that_is_the_same_as_before_is_not_evaluated_again(store: Store) -> None:
-    run = begun(store)
-    ref = put(store, run, RIGHT)
-    for fact in (JobStarted(ref), RoundCommitted(0, ref, False, {}), RoundCommitted(1, ref, False, {})):
-        log(store, run, fact)
-    store.set_status(run, "done")
-    assert [score.rounds for score in evaluation.evaluate_run(store, run).scores] == [0]
-
-
 def test_a_lost_state_of_an_ended_run_is_an_error(store: Store) -> None:
     run = begun(store)
     store.append_event(run, JobStarted(BlobRef(sha256="a" * 64, size=1)))
@@ -201,18 +190,6 @@ def test_arrays_that_are_named_for_training_are_no_test_set() -> None:
         scores.make_test_table(job)
     with pytest.raises(JobError, match=r"add .test. to evaluate"):
         scores.make_test_table(settings.parse_job(TABLE))
-
-
-def test_a_test_set_can_be_given(tmp_path: Path, store: Store) -> None:
-    run = begun(store)
-    row = store.find_job(run)
-    method = methods.load("fedavg")
-    state = method.init(job_bundle.load_bundle(row.bundle), settings.parse_params(row.job), 0)
-    test = Examples(np.array([[1, 0]], np.float32), np.array([1]))
-    with evaluation.Evaluator(row.job, row.bundle, test=test) as judge:
-        score = judge.score(state, 7)
-    assert score is not None
-    assert (score.rounds, score.value, score.examples) == (7, 0.0, 1)
 
 
 def test_the_verb_tells_people_and_programs(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,16 +49,6 @@ def test_a_card_names_the_tables_that_run_the_method() -> None:
     )
 
 
-def test_a_page_leaves_the_parameters_of_fedavg_to_its_page(tmp_path: Path) -> None:
-    method_pages.write_pages(tmp_path, papers.find_tables_of_method)
-    fedavg, fedprox, fednova = ((tmp_path / f"{name}.md").read_text() for name in ("fedavg", "fedprox", "fednova"))
-    assert "| `epochs` | integer >= 1 | `1` |" in fedavg
-    assert "are explained on" not in fedavg
-    assert [line.split("`")[1] for line in fedprox.splitlines() if line.startswith("| `")] == ["[params]", "mu"]
-    assert "\nThe other `[params]` are explained on [FedAvg's page](fedavg.md): `epochs`, `batch`, `lr`" in fedprox
-    assert "\nIts `[params]` are explained on [FedAvg's page](fedavg.md): `epochs`, `batch`, `lr`" in fednova
-
-
 def test_an_unknown_method_is_told_with_the_known_ones() -> None:
     with pytest.raises(JobError, match=r"'fedfoo' is unknown; did you mean 'fedproto'\? There are: afl, apfl"):
         method_pages.make_card("fedfoo")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import platform
 import subprocess
-import tarfile
 from pathlib import Path
 
 import pytest
-from boards import AARCH64, ELF, INTERPRETER, TARGET, X86_64, plant, snapshot, wheel
+from boards import AARCH64, ELF, INTERPRETER, TARGET, X86_64, plant, snapshot
 
 from fedquilt import cli
 from fedquilt.tools.identity.authority import CertificateAuthority, clock_s
@@ -142,15 +141,6 @@ def test_a_dry_archive_is_none(place: Path, capsys: pytest.CaptureFixture[str]) 
     assert flash("--out", "out.tar", "--dry-run") == 0
     assert "would pack units/fedquilt-agent.service" in capsys.readouterr().out
     assert not (place / "out.tar").exists()
-
-
-def test_versions_can_be_pinned(place: Path, shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel(shop / "index", "psutil", "98.0")
-    (place / "only.txt").write_text("psutil==98.0\n")
-    monkeypatch.setenv("PIP_CONSTRAINT", "only.txt")
-    assert flash("--out", "out.tar") == 0
-    with tarfile.open(place / "out.tar") as archive:
-        assert "fedquilt-orin-1/wheels/psutil-98.0-py3-none-any.whl" in archive.getnames()
 
 
 def test_taking_it_out_again(place: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -82,19 +82,6 @@ def test_a_run_that_broke_off_goes_on(site: Path, capfd: pytest.CaptureFixture[s
     register.close()
 
 
-def test_a_row_that_changed_is_done_again_and_no_other(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert flash(site) == 0
-    (site / "boards.csv").write_text(TABLE.replace("1GB", "3GB"))
-    capfd.readouterr()
-    assert flash(site) == 0
-    said = capfd.readouterr().out
-    assert "orin-2: flashed before" in said
-    assert "orin-1: flashed before" not in said
-    (site / "fedquilt-boards/orin-1.tar").unlink()
-    assert flash(site) == 0
-    assert "orin-1: flashed before" not in capfd.readouterr().out
-
-
 def redeem(register: CertificateRegister, token: str) -> None:
     with register.transaction():
         register.redeem_token(token, "orin-1", "key of the first card", time.time())

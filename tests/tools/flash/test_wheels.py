@@ -122,16 +122,6 @@ def test_every_board_gets_the_same_versions_without_a_network(index: Path, tmp_p
     assert Wheel.from_file(paho).version == "100.0"
 
 
-def test_a_list_of_kept_wheels_that_was_cut_off_leads_to_a_new_download(index: Path, tmp_path: Path) -> None:
-    first = wheels.collect_wheels(JP7, [])
-    (kept,) = (tmp_path / "cache").rglob("kept.json")
-    whole = kept.read_text()
-    for share in (0.0, 0.9):
-        kept.write_text(whole[: int(len(whole) * share)])
-        assert wheels.collect_wheels(JP7, []) == first
-        assert kept.read_text() == whole
-
-
 def test_an_operator_may_say_which_versions_are_allowed(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,21 +98,6 @@ def test_a_new_model_has_a_reference_of_its_own(running: Running, models: Path) 
     assert running.service.make_status()["drift"] > 0.9
 
 
-def test_a_new_model_that_has_answered_nothing_has_nothing_of_the_old_one(running: Running, models: Path) -> None:
-    x = np.stack([classifiers.image(level % 80) for level in range(200)])
-    running.client.post(npz(x=x, y=np.ones(200, int)))
-    told = running.service.make_status()
-    assert (told["drift"], told["accuracy"], told["labelled"]) == (0.0, 0.0, 200)
-    classifiers.lead(models, "b")
-    assert running.models.reload_if_changed()
-    running.service.write_status()
-    told = json.loads((models / "served.json").read_text())
-    assert told["model"] == digest(models / "b" / "model.onnx")
-    assert (told["drift"], told["accuracy"], told["labelled"], told["served"]) == (None, None, 0, 200)
-    health = running.service.make_health()
-    assert (health["accuracy"], health["swaps"]) == (None, 1)
-
-
 def test_what_is_told_of_a_model_was_counted_with_it(running: Running, models: Path) -> None:
     for _ in range(250):
         answer = running.service.classify_bytes(npy(classifiers.image(250)))

@@ -112,20 +112,6 @@ def test_everything_drawn_lies_in_the_picture(devices: int, classes: int, monkey
     assert any(", class " in tip for tip in tips) == (devices == 1)
 
 
-def test_the_table_for_people_counts_devices_and_classes() -> None:
-    assert partition.format_counts(hand()) == [
-        "device  examples  held out  cat  dog  <owl>",
-        "a             10         1    9    1      .",
-        "b&c            7         1    .    3      4",
-        "2 devices with 7 to 10 examples, 17 in all, of 3 classes; 2 are held out",
-    ]
-    wide = ClassCounts(("a",), tuple(map(str, range(40))), np.eye(1, 40, 7, dtype=int) * 3 + 1, np.zeros((1, 40), int))
-    assert partition.format_counts(wide)[:2] == [
-        "device  examples  held out  classes  largest class",
-        "a             43         0       40         7 (9%)",
-    ]
-
-
 def test_the_command_draws_prints_and_is_read_by_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, picture = job(tmp_path), tmp_path / "new" / "folder" / "shares.svg"
     assert main(["lab", "partition", str(file), "--out", str(picture)]) == 0

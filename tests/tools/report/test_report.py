@@ -256,32 +256,6 @@ def test_of_many_devices_the_worst_errors_are_drawn(tmp_path: Path) -> None:
     assert "dev-09 0.9" not in str(section)
 
 
-def test_virtual_time_and_predicted_energy_are_called_so(tmp_path: Path) -> None:
-    usage = {**METERED, "energy_source": "profile jetson-nano"}
-    facts = [
-        JobStarted(BLOB),
-        CohortSelected(0, 0, ("a",)),
-        UpdateAccepted(0, update("a", 0, 0.25, **usage), 3.0),
-        RoundClosed(0),
-        RoundCommitted(0, BLOB, False, {}, (), 4.0, evaluation=total(of_classes(0.25, 8))),
-        CohortSelected(1, 0, ("a",)),
-        UpdateAccepted(1, update("a", 1, 0.875, **usage), 3.0),
-        RoundClosed(1),
-        RoundCommitted(1, BLOB, False, {}, (), 4.0, evaluation=total(of_classes(0.875, 8))),
-    ]
-    with Store(tmp_path) as store:
-        job = settings.parse_job({"name": "leaves", "method": "fedavg", "rounds": 1})
-        run = store.add_job(job, store.home, "virtual")
-        for fact in facts:
-            store.append_event(run, fact)
-        text = report.write_run_page(store, run, tmp_path / "page.html").read_text()
-    assert "Energy predicted by: profile jetson-nano." in text
-    assert "of the boards, predicted by profile" in text
-    assert "<dt>virtual time</dt>" in text
-    assert "virtual time, s" in text
-    assert "coordinator" not in text[text.index("<dl") : text.index("What happened")]
-
-
 def test_where_the_time_went_adds_up() -> None:
     """Both rounds: 2 s at the task, 1 s moving, 1 s waiting, of 4 s."""
     _, page = usual_page()

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from fedquilt import methods
-from fedquilt.arrays import tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import UpdateAccepted
@@ -20,7 +19,7 @@ from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.testing.toy_networks import make_job, point_devices, run_method, toy_bundle, write_bundle
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.lab import demo
-from fedquilt.tools.simulation import adversaries, agents, run
+from fedquilt.tools.simulation import adversaries, run
 from fedquilt.tools.simulation.simulated_job import Simulation
 
 START = {"x": np.array([1.0, 2.0], np.float32), "gain": np.array(1.0, np.float32), "seen": np.array(3, np.int64)}
@@ -143,21 +142,6 @@ def digits(**table: Any) -> settings.JobSettings:
             "fleet": {"devices": 6, **table.get("fleet", {})},
         }
     )
-
-
-@pytest.mark.parametrize("attack", ["sign_flip", "label_flip", "inner_product"])
-def test_on_a_pool_the_states_are_the_same_to_the_bit(attack: str, tmp_path: Path) -> None:
-    made = {}
-    for name, fleet in (("lies", lying(attack, share=0.3)), ("honest", {})):
-        wanted = digits(fleet=fleet)
-        prepare.prepare_and_check(wanted, tmp_path / name)
-        members, _ = agents.FleetPlan(wanted, tmp_path / name, tmp_path).load_devices()
-        for workers in (0, 2):
-            outcome = run.simulate(wanted, tmp_path / name, members, workers=workers)
-            made[name, workers] = tensors.encode_tensors(outcome.artefact.tensors)
-    assert made["lies", 0] == made["lies", 2]
-    assert made["honest", 0] == made["honest", 2]
-    assert made["lies", 0] != made["honest", 0]
 
 
 def test_a_run_that_was_interrupted_in_a_round_ends_with_the_same_bits(

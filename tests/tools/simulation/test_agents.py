@@ -201,24 +201,6 @@ def test_a_fleet_that_cannot_run_leaves_no_run_behind(tmp_path: Path, changes: d
         assert store.readable_jobs() == []
 
 
-def test_an_evaluation_costs_simulated_boards_a_forward_pass(tmp_path: Path) -> None:
-    boards = {"devices": 3, "boards": ["jetson-nano", "jetson-tx2"], "policy": "max"}
-    trained: list[list[float]] = []
-    for epochs in (2, 4):
-        given = plan(tmp_path / str(epochs), params={"epochs": epochs}, fleet=boards)
-        told = [
-            fact for fact in facts_of(given, fleet.run_fleet_virtually(given)[0]) if isinstance(fact, UpdateAccepted)
-        ]
-        told = sorted(told, key=lambda fact: (fact.round, fact.update.device))
-        spent = [fact.update.usage.energy_j or 0.0 for fact in told]
-        assert len(spent) == 9
-        trained.append(spent[3:6])
-    for two_j, four_j, looked_j in zip(*trained, spent[6:], strict=True):
-        epoch_j = (four_j - two_j) / 2
-        task_j = two_j - 2 * epoch_j
-        assert task_j < looked_j <= task_j + epoch_j / 3
-
-
 def test_a_fleet_in_a_folder_that_was_used_before_is_fresh(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given = plan(tmp_path)
     took = []

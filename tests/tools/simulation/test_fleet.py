@@ -22,7 +22,6 @@ from fedquilt.coordinator.rounds.events import (
 )
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
-from fedquilt.edge_agent.task_runner import TaskRunner
 from fedquilt.testing.toy_networks import point_devices
 from fedquilt.tools.simulation import run
 from fedquilt.tools.simulation.pool import PoolError, WorkerPool
@@ -70,26 +69,6 @@ def test_a_deadline_closes_the_round_without_the_slow_board(fleet: Fleet) -> Non
     assert ended.status == "done"
 
 
-def test_a_device_is_called_on_only_when_something_is_due(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    fast_s = seconds_of(fleet, FAST)
-    early: list[tuple[str, float]] = []
-    step = TaskRunner.step
-
-    def noted(duty: TaskRunner, now_s: float) -> None:
-        if duty.next_step_s(now_s) > now_s:
-            early.append((duty.device, now_s))
-        step(duty, now_s)
-
-    monkeypatch.setattr(TaskRunner, "step", noted)
-    ended = fleet.run_job(
-        rounds=3,
-        cohort={"size": 3, "quorum": 0.6, "deadline_s": 2.3 * fast_s},
-        fleet={"boards": [FAST, SLOW, FAST], "policy": "max"},
-    )
-    assert len(ended.rounds) == 3
-    assert early == []
-
-
 def test_without_the_quorum_the_deadline_ends_the_job_after_its_attempts(fleet: Fleet) -> None:
     fast_s = seconds_of(fleet, FAST)
     ended = fleet.run_job(
@@ -98,16 +77,6 @@ def test_without_the_quorum_the_deadline_ends_the_job_after_its_attempts(fleet: 
     )
     assert ended.status == "failed"
     assert "no update from dev-1" in ended.reason
-
-
-def test_over_selected_devices_that_are_slow_are_sent_home(fleet: Fleet) -> None:
-    slow_s = seconds_of(fleet, SLOW)
-    ended = fleet.run_job(
-        cohort={"size": 2, "over_select": 0.5, "turns": 100.0}, fleet={"boards": [FAST, SLOW, FAST], "policy": "max"}
-    )
-    assert [fact.devices for fact in read_events(ended, CohortSelected)] == [("dev-0", "dev-1", "dev-2")] * 2
-    assert answered(ended) == [(0, "dev-0"), (0, "dev-2"), (1, "dev-0"), (1, "dev-2")]
-    assert all(each.duration_s < slow_s / 2 for each in ended.rounds)
 
 
 def test_limits_of_the_job_end_it_between_rounds(fleet: Fleet) -> None:
@@ -187,19 +156,6 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_bits(fleet: Fleet, name: 
 
 def told(round: SimulatedRound) -> dict[str, Any]:
     return {name: value for name, value in vars(round).items() if name not in ("wall_s", "duration_s", "cpu_s")}
-
-
-def test_what_devices_declined_before_an_interruption_is_told_after_it(fleet: Fleet) -> None:
-    options: dict[str, Any] = {"rounds": 3, "fleet": {"budgets": ["512MB", "1MB"]}, "home": "again"}
-    begun, hands = fleet.begin(**options)
-    for each in run.run_rounds(begun, hands):
-        if len(each.rounds) == 1:
-            break
-    begun._store.close()
-    ended = fleet.run_job(**options)
-    assert ended.run == begun.run
-    assert len(ended.rounds) == 3
-    assert list(ended.decline_reasons) == ["dev-1"]
 
 
 def test_a_kill_while_an_answer_is_noted_loses_no_home(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,19 +132,6 @@ def test_evaluations_beside_the_rounds_are_of_the_state_that_was_committed(folde
     assert bits(plain) == bits(outcome)
 
 
-def test_a_device_whose_training_diverges_is_told_by_its_name_and_the_others_go_on(folder: Path) -> None:
-    members = point_devices(3, 13)
-    bad = members[1].train
-    members[1] = DeviceData(members[1].device, Examples(bad.x * np.float32(1e30), bad.y), members[1].held_out)
-    seen: dict[str, str] = {}
-    outcome = play(
-        folder, members, workers=2, observe=lambda simulation, hands: seen.update(simulation.decline_reasons)
-    )
-    assert all(round.devices == ("dev-0", "dev-2") for round in outcome.rounds)
-    assert list(seen) == ["dev-1"]
-    assert "the loss became NaN" in seen["dev-1"]
-
-
 @pytest.mark.parametrize("workers", [-1, 257])
 def test_too_few_and_too_many_workers_are_refused(folder: Path, workers: int) -> None:
     with pytest.raises(JobError, match=f"{workers} workers: use 1 to 256"):

@@ -18,7 +18,6 @@ from fedquilt.coordinator.rounds.events import (
     RoundCommitted,
     RoundRetried,
     TaskDeclined,
-    UpdateAccepted,
 )
 from fedquilt.core import ClientContext, ClientResult, DataError, DiskFullError, Method, ModelError, Task
 from fedquilt.methods import fedavg
@@ -85,16 +84,6 @@ def test_what_fails_on_every_device_ends_the_job_in_one_attempt_with_cause_and_f
     assert end.code == code
     assert re.match(reason, end.reason), end.reason
     assert end.reason.count("\n") == 1
-
-
-@pytest.mark.parametrize("code", CAUSES)
-def test_what_fails_on_one_device_costs_the_others_no_attempt(fleet: Fleet, code: str) -> None:
-    ended = fleet.run_job(method=broken(CAUSES[code][0], {"dev-1"}))
-    assert ended.status == "done"
-    assert attempts(ended) == [(0, 0), (1, 0)]
-    declined = [(fact.round, fact.device, fact.code) for fact in read_events(ended, TaskDeclined)]
-    assert declined == ([(0, "dev-1", "data")] if code == "data" else [(0, "dev-1", code), (1, "dev-1", code)])
-    assert {fact.update.device for fact in read_events(ended, UpdateAccepted)} == {"dev-0", "dev-2"}
 
 
 def test_a_passing_failure_is_tried_again(fleet: Fleet) -> None:

@@ -12,19 +12,15 @@ import numpy as np
 import plain
 import pytest
 from msgspec import structs
-from simulated_fleets import Fleet, read_events
 
 from fedquilt import methods, wire
 from fedquilt.arrays import tensors
-from fedquilt.coordinator.rounds.events import TaskDeclined
 from fedquilt.coordinator.rounds.selection import CohortDraw, select_cohort
 from fedquilt.core import (
-    Aggregation,
     BlobRef,
     Bundle,
     ClientContext,
     ClientResult,
-    DeviceUpdate,
     DeviceView,
     JobError,
     Method,
@@ -76,25 +72,6 @@ def counting(seen: list[str]) -> Method:
     return replace(method, work=work)
 
 
-def test_what_is_done_between_two_rounds_is_no_part_of_their_seconds(
-    begin: Any, engine: NumpyEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Evaluations beside the rounds, say: here each takes an hour by this machine's clock, and a training 1 s."""
-    now_s = 0.0
-    monkeypatch.setattr(run.time, "perf_counter", lambda: now_s)
-    simulation = begin(rounds=3)
-    hands, _ = run.make_local_backend(point_devices(5, 13), engine=engine)
-
-    def carry(asked: Any) -> Any:
-        nonlocal now_s
-        now_s += 1.0
-        return hands(asked)
-
-    for _ in run.run_rounds(simulation, carry):
-        now_s += 3600.0
-    assert [each.wall_s for each in simulation.rounds] == [1.0, 1.0, 1.0]
-
-
 def test_devices_of_one_name_in_two_runs_have_a_cache_each(begin: Any, engine: NumpyEngine) -> None:
     seen: list[str] = []
     method = counting(seen)
@@ -104,27 +81,6 @@ def test_devices_of_one_name_in_two_runs_have_a_cache_each(begin: Any, engine: N
     assert sorted(seen) == sorted(
         [f"{select_cohort(CohortDraw(0, number), [f'dev-{i}' for i in range(5)], 1)[0]} 1" for number in (0, 1)] * 2
     )
-
-
-def test_the_cohort_is_the_coordinators(engine: NumpyEngine) -> None:
-    rounds: list[tuple[str, ...]] = []
-
-    def observe(simulation: Simulation, hands: WorkBackend) -> None:
-        rounds[:] = [each.devices for each in simulation.rounds]
-
-    run_method(
-        "fedavg",
-        toy_bundle(),
-        point_devices(5),
-        SMALL,
-        engine=engine,
-        observe=observe,
-        seed=3,
-        rounds=4,
-        cohort={"size": 2},
-    )
-    names = [f"dev-{i}" for i in range(5)]
-    assert rounds == [select_cohort(CohortDraw(3, number), names, 2) for number in range(4)]
 
 
 def test_bytes_are_those_of_contents_and_each_goes_to_a_device_once(engine: NumpyEngine) -> None:
@@ -177,17 +133,6 @@ def test_an_engine_that_is_given_stays_open_however_many_budgets_there_are(engin
     assert closed == []
 
 
-def test_a_run_that_fails_says_why(engine: NumpyEngine) -> None:
-    def work(task: Task, site: ClientContext) -> ClientResult:
-        raise ValueError("the dog ate it")
-
-    broken = replace(methods.load("fedavg"), work=work)
-    with pytest.raises(
-        JobError, match=r"the method's code failed in round 1 on 2 of 2 devices .ValueError: the dog ate it"
-    ):
-        run_method("fedavg", toy_bundle(), point_devices(2), SMALL, engine=engine, method=broken, rounds=1)
-
-
 def test_a_run_that_cannot_be_taken_up_says_why_and_does_not_wait(engine: NumpyEngine) -> None:
     def init(bundle: Any, params: Any, seed: int) -> Any:
         raise JobError("the bundle is of another kind")
@@ -207,21 +152,6 @@ def test_an_engine_that_the_method_has_not_is_refused(tmp_path: Path) -> None:
         make_job("fedavg", SMALL, engine="onnx")
 
 
-def test_an_update_is_folded_once_where_all_come_in_order(begin: Any, engine: NumpyEngine) -> None:
-    method = methods.load("fedavg")
-    seen: list[str] = []
-
-    def fold(state: Any, so_far: Any, update: DeviceUpdate) -> Any:
-        seen.append(update.device)
-        return method.aggregation.fold(state, so_far, update)
-
-    simulation = begin(method=replace(method, aggregation=Aggregation(fold)), rounds=2)
-    carry, _ = run.make_local_backend(point_devices(5, 13), engine=engine)
-    for _ in run.run_rounds(simulation, carry):
-        pass
-    assert seen == [f"dev-{i}" for i in range(5)] * 2
-
-
 TASK = plain.task(engine="numpy", deadline_s=1.0)
 
 
@@ -239,13 +169,6 @@ def test_what_tasks_share_is_encoded_once_and_each_comes_as_it_was_sent(monkeypa
     assert encoded == [given[0], given[3]]
     assert found == [wire.decode(plainly(task), Task) for task in given]
     assert found[1].params is not TASK.params
-
-
-def test_a_refusal_is_heard_while_others_are_at_work(fleet: Fleet) -> None:
-    simulation, _ = fleet.begin(fleet={"budgets": ["512MB", "1MB"]})
-    orders = simulation.advance()
-    assert [order.device for order in orders] == ["dev-0", "dev-2"]
-    assert [fact.device for fact in read_events(simulation, TaskDeclined)] == ["dev-1"]
 
 
 NETWORK = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
