@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BUNDLE_SETTINGS: Final = ("model", "schedule", "input", "data", "labels", "donors", "int8")
+BUNDLE_SETTINGS: Final = ("model", "schedule", "input", "data", "public", "labels", "donors", "int8")
 
 
 @extras.report_missing_extras()

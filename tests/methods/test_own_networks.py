@@ -21,7 +21,7 @@ from fedquilt.core import (
     Tensors,
     UpdateError,
 )
-from fedquilt.methods import _prototypes, fedproto, fedtgp
+from fedquilt.methods import _tier_networks, fedproto, fedtgp
 from fedquilt.testing.toy_networks import deliver_task, device_profile, make_torch_engine, point_devices, run_method
 from fedquilt.tools.artefacts import prepare
 
@@ -89,8 +89,8 @@ def test_a_device_whose_budget_moves_to_another_tier_starts_with_its_network(tmp
         return task, replace(site, private_state=private_state)
 
     trained = method.work(*deliver(1, {})).private_state
-    kept = _prototypes.load_own_network(deliver(1, trained)[1])
-    moved = _prototypes.load_own_network(deliver(4, trained)[1])
+    kept = _tier_networks.load_own_network(deliver(1, trained)[1])
+    moved = _tier_networks.load_own_network(deliver(4, trained)[1])
     assert kept is trained
     assert {name: array.tolist() for name, array in moved.items()} == {
         name: array.tolist() for name, array in state.networks["2GB"].model.items()

@@ -27,7 +27,15 @@ HERE: Final = Path(__file__).parent
 DIGITS: Final = Path(__file__).resolve().parents[1] / "demo" / "digits.npz"
 MARK: Final = re.compile(r"\A\$(\w+)(?:/(.+))?\Z")
 VALUES: Final = ("rounds_to", *(name for name in EvaluationPoint.__struct_fields__ if name != "metric"))
-NETWORK: Final = ("model", "input", "labels", "donors", "schedule", "int8")  # keys of a job that make its bundle
+NETWORK: Final = (
+    "model",
+    "input",
+    "public",
+    "labels",
+    "donors",
+    "schedule",
+    "int8",
+)  # keys of a job that make its bundle
 
 
 class GridStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True): ...
