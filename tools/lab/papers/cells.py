@@ -127,10 +127,22 @@ def make_pretrained_bundle(table: dict[str, Any], pretrain: PretrainSettings | N
     folder.mkdir(parents=True, exist_ok=True)
     if pretrain is not None:
         _use_one_thread()
-        file = folder / "weights.safetensors"
-        file.write_bytes(tensors.encode_tensors(pretrain_weights(table, pretrain)))
-        table = merge_tables(table, {"model": {"weights": str(file)}})
+        table = pretrain_networks(table, pretrain, folder)
     prepare.prepare_and_check(settings.parse_job(table), folder / "bundle")
+
+
+def pretrain_networks(job: dict[str, Any], pretrain: PretrainSettings, folder: Path) -> dict[str, Any]:
+    """Return the job with files of pretrained weights for its [model], or else for each of its donors."""
+
+    def write_weights(model: Mapping[str, Any], name: str) -> str:
+        file = folder / f"{name}.safetensors"
+        file.write_bytes(tensors.encode_tensors(pretrain_weights({**job, "model": model}, pretrain)))
+        return str(file)
+
+    if job.get("model"):
+        return merge_tables(job, {"model": {"weights": write_weights(job["model"], "weights")}})
+    donors = [{**donor, "weights": write_weights(donor["network"], donor["name"])} for donor in job["donors"]]
+    return {**job, "donors": donors}
 
 
 def pretrain_weights(job: Mapping[str, Any], pretrain: PretrainSettings) -> Tensors:
