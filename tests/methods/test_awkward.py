@@ -113,6 +113,7 @@ CASES = (
     ),
     Case("fedproto", rules.fedproto, {"penalty": 0.5}, quick=("tied", "typed_buffers"), close=1e-6),
     Case("fedtgp", rules.fedtgp, TGP, quick=("shared",), close=1e-6),
+    Case("fedbabu", parts.fedbabu, quick=("tied", "maps"), close=1e-6),
     Case("fedmd", rules.fedmd, quick=("tied", "moving_average"), close=1e-6),
     Case("fedlg", parts.fedlg, {"layers": 1, "probe": 1}, ("tied",), rounds=3),
     Case("fedlora", parts.fedlora, {**LORA, "optimizer": "sgd", "mu": 0.1}, ("shared",), ADAPTED),
