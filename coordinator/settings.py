@@ -195,6 +195,7 @@ class JobSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
     test: dict[str, Any] = msgspec.field(default_factory=dict)  # DataSpec of examples that no device has
     compare: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)  # method -> params
+    public: dict[str, Any] = msgspec.field(default_factory=dict)  # DataSpec of examples that all devices get
     model: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.artefacts.prepare
     schedule: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.artefacts.frozen_part
     input: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -223,7 +224,9 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
     method = methods.load(job.method)
     require_supported_task(job.method, method, job.model)
     if tier_models(job.model) and not method.traits.tier_networks:
-        raise JobError(f"[model.tier]: {job.method} has one network for all devices; leave it out, or take fedproto")
+        raise JobError(
+            f"[model.tier]: {job.method} has one network for all devices; leave it out, or take fedmd or fedproto"
+        )
     if (reason := method.traits.refused_codecs.get(job.wire.codec)) is not None:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: {reason}")
     if job.wire.codec != "raw" and method.traits.exact_updates:
@@ -454,7 +457,7 @@ def make_paths_absolute(table: Mapping[str, Any], folder: Path) -> dict[str, Any
         }
 
     result = dict(table)
-    for key in ("data", "test", "model", "donors", "schedule"):
+    for key in ("data", "test", "public", "model", "donors", "schedule"):
         if key in result:
             result[key] = anchor_paths(result[key])
     return result

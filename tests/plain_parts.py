@@ -123,7 +123,15 @@ def alone(network: str, model: Model, run: Played) -> Model:
 
 def ft_part(network: str, model: Model, run: Played) -> Model:
     """The last two layers move, with the buffers of their modules; everything else stays as it was."""
-    moved = with_buffers(network, names_of(network, [*LAYERS[network]][-2:]))
+    return train_part(network, model, last_layers(network))
+
+
+def fedbabu(network: str, model: Model, run: Played) -> Model:
+    """All but the last layer move."""
+    return train_part(network, model, model.keys() - last_layers(network, 1))
+
+
+def train_part(network: str, model: Model, moved: set[str]) -> Model:
     for round in range(2):
         found = mean([local(network, model, each, round, only=moved) for each in members()])
         model = {name: found[name] if name in moved else array for name, array in model.items()}
@@ -156,9 +164,9 @@ def fedfina(network: str) -> set[str]:
     return bundle_of(network).load("model").keys() - set(WEIGHTS[network][-2:])
 
 
-def last_layers(network: str) -> set[str]:
-    """The last two layers, with the buffers of their modules."""
-    return with_buffers(network, names_of(network, [*LAYERS[network]][-2:]))
+def last_layers(network: str, count: int = 2) -> set[str]:
+    """The last layers, with the buffers of their modules."""
+    return with_buffers(network, names_of(network, [*LAYERS[network]][-count:]))
 
 
 def first_layers(network: str) -> set[str]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from plain_training import (
     LR,
+    PUBLIC,
     ROUNDS,
     SEED,
     SIZES,
@@ -303,6 +304,38 @@ def prototyped(network: str, model: Model, run: Played, combine: Callable[[int, 
     return model | own_of(own)
 
 
+def fedmd(network: str, model: Model, run: Played) -> Model:
+    """Each device regresses to the mean scores of the public examples, then trains on its own; then scores anew."""
+    own, consensus = {each.device: model for each in members()}, None
+    for round in range(ROUNDS):
+        scores = []
+        for each in members():
+            plain, rng = Plain(network, own[each.device]), generator(each.device, round)
+            if consensus is not None:
+                digest(plain, rng.permutation(len(PUBLIC)), consensus)
+                rng.integers(2**53)  # the engine's seed of torch
+            plain.descend(each.train, rng.permutation(len(each.train)))
+            own[each.device] = plain.state(model)
+            set_evaluation_mode(plain)
+            with torch.no_grad():
+                scores.append(plain.scores(PUBLIC).numpy().astype(np.float64))
+        consensus = torch.tensor(np.mean(scores, axis=0)).float()
+    np.testing.assert_allclose(run.states[-1].scores, consensus, rtol=1e-6, atol=1e-6)
+    return model | own_of(own)
+
+
+def digest(plain: Plain, order: np.ndarray, consensus: Any) -> None:
+    for rows in batches(order):
+        loss = torch.nn.functional.mse_loss(plain.scores(PUBLIC[rows]), consensus[rows])
+        slopes = torch.autograd.grad(loss, list(plain.values.values()), materialize_grads=True)
+        plain.move({name: LR * slope for name, slope in zip(plain.values, slopes, strict=True)})
+
+
+def set_evaluation_mode(plain: Plain) -> None:
+    for inner in plain.module.eval().modules():
+        inner._forward_pre_hooks.clear()
+
+
 def features_of(plain: Plain, network: str) -> list[Any]:
     """The inputs of the head in every forward pass from now on, in order."""
     seen: list[Any] = []
@@ -313,9 +346,7 @@ def features_of(plain: Plain, network: str) -> list[Any]:
 
 
 def evaluated_features(plain: Plain, network: str, member: Any) -> np.ndarray:
-    plain.module.eval()
-    for inner in plain.module.modules():
-        inner._forward_pre_hooks.clear()
+    set_evaluation_mode(plain)
     seen = features_of(plain, network)
     with torch.no_grad():
         plain.scores(member.train.x)

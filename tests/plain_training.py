@@ -30,6 +30,7 @@ from fedquilt.models.networks import registry  # noqa: E402
 
 Model = dict[str, np.ndarray]
 SIZES, ROUNDS, BATCH, LR, SEED = (16, 11, 6), 2, 5, 0.05, 3  # every last mini-batch has one example
+PUBLIC = np.random.default_rng(9).normal(size=(7, 6)).astype(np.float32)  # on all devices; one in the last mini-batch
 DROPS = ("root_parameter", "tokens")  # dropout is left out, whose draws are an engine's own
 
 
@@ -39,7 +40,8 @@ def table_of(network: str) -> dict[str, Any]:
 
 @cache
 def bundle_of(network: str) -> Bundle:
-    return prepare.prepare_bundle({"model": {**table_of(network), "seed": 5}}, Path(mkdtemp()))
+    bundle = prepare.prepare_bundle({"model": {**table_of(network), "seed": 5}}, Path(mkdtemp()))
+    return toy_networks.add_public_examples(bundle, PUBLIC)
 
 
 @cache

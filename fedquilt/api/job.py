@@ -120,6 +120,7 @@ class Job:
     model: Mapping[str, Any] = field(default_factory=dict)  # network, as in [model]
     data: DataSpec | Mapping[str, Any] = field(default_factory=dict)
     test: DataSpec | Mapping[str, Any] = field(default_factory=dict)
+    public: DataSpec | Mapping[str, Any] = field(default_factory=dict)  # examples that all devices get
     cohort: jobs.CohortSettings = jobs.CohortSettings()
     fleet: jobs.FleetSettings = jobs.FleetSettings()
     wire: Encoding | Mapping[str, Any] = Encoding()

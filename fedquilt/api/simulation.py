@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BUNDLE_SETTINGS: Final = ("model", "schedule", "input", "data", "labels", "donors")
+BUNDLE_SETTINGS: Final = ("model", "schedule", "input", "data", "public", "labels", "donors")
 
 
 @extras.report_missing_extras()

@@ -71,6 +71,7 @@ from fedquilt.core.method import Engine as Engine
 from fedquilt.core.method import EvaluationRound as EvaluationRound
 from fedquilt.core.method import Examples as Examples
 from fedquilt.core.method import Fit as Fit
+from fedquilt.core.method import ForwardPass as ForwardPass
 from fedquilt.core.method import Hooks as Hooks
 from fedquilt.core.method import Method as Method
 from fedquilt.core.method import Runner as Runner

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from fedquilt.core.messages import BlobRef, EvaluationSums, Profile, Task, WorkEstimate
 
@@ -307,20 +307,29 @@ class Fit:
     ema: float = 0.0  # decay of the moving average of the weights that is returned; 0 returns the last weights
 
 
+class ForwardPass(NamedTuple):
+    """Forward pass of a mini-batch, or of a part of one, in the engine's types."""
+
+    module: Any
+    x: Any  # inputs of the network (n, ...)
+    y: Any  # targets (n, ...)
+    scores: Any  # outputs of the network (n, outputs)
+    anchors: Mapping[str, Any]  # tensors by anchor, as in `Hooks`
+
+
 @dataclass(frozen=True)
 class Step:
     """Optimiser step on a mini-batch: learning rate of each tensor and an additional loss term.
 
     Attributes:
         rate: (tensor name) -> factor of `Fit.lr`, 0 for a frozen tensor.
-        penalty: (module, x, y, scores, anchors) -> scalar of the engine that is added to the mean loss of the examples.
-            x are the network's inputs and y the targets of a mini-batch, or of a part of one.
+        penalty: (ForwardPass) -> scalar of the engine that is added to the mean loss of the examples.
         before_step: (module) -> None, called before the first part of a mini-batch.
         exits: () -> scores of all exits, whose losses are summed.
     """
 
     rate: Callable[[str], float] = lambda name: 1.0
-    penalty: Callable[[Any, Any, Any, Any, Mapping[str, Any]], Any] | None = None
+    penalty: Callable[[ForwardPass], Any] | None = None
     before_step: Callable[[Any], None] | None = None
     exits: Callable[[], Sequence[Any]] | None = None
 

@@ -5,7 +5,6 @@ Features are the inputs of a network's last linear layer. All networks of a job 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -14,9 +13,8 @@ from msgspec import Meta
 
 from fedquilt import core
 from fedquilt.arrays import tensors
-from fedquilt.costs import peak_memory
 from fedquilt.formats import training_choices
-from fedquilt.methods import fedavg
+from fedquilt.methods import _tier_networks, fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
@@ -52,37 +50,23 @@ class State:
     has_prototype: np.ndarray  # (classes,) 1 for classes with a prototype, else 0
 
 
-class FeatureHooks:
-    """Hooks that record the features of each mini-batch.
+class PrototypeHooks:
+    """Hooks that pull the features, inputs of the layer `head`, to the received prototype of their class."""
 
-    Args:
-        head: Path of the last linear layer.
-        observe: Function that gets the features of each mini-batch in evaluation mode.
-    """
-
-    def __init__(self, head: str, observe: Callable[[Any], None] = lambda features: None) -> None:
-        self._head, self._observe = head, observe
-        self.features: Any = None  # (n, d) of the latest mini-batch
+    def __init__(self, head: str, received: core.Tensors, strength: float) -> None:
+        self._head, self._received, self._strength = head, received, strength
+        self._features: Any = None  # (n, d) of the latest mini-batch
+        self._tensors: dict[str, Any] = {}
 
     def prepare(self, module: Any) -> Any:
         """Add the hook that records features to the module, and return the module."""
-        module.get_submodule(self._head).register_forward_pre_hook(self._record)
+        module.get_submodule(self._head).register_forward_pre_hook(self._record_features)
         return module
 
-    def _record(self, layer: Any, inputs: tuple[Any, ...]) -> None:
-        self.features = inputs[0]
-        if not layer.training:  # an engine probes the network in training mode, without real examples
-            self._observe(inputs[0])
+    def _record_features(self, layer: Any, inputs: tuple[Any, ...]) -> None:
+        self._features = inputs[0]
 
-
-class PrototypeHooks(FeatureHooks):
-    """Hooks that pull the features to the prototype of their class."""
-
-    def __init__(self, head: str, received: core.Tensors, strength: float) -> None:
-        super().__init__(head)
-        self._received, self._strength, self._tensors = received, strength, dict[str, Any]()
-
-    def penalty(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
+    def penalty(self, forward: core.ForwardPass) -> Any:
         """Return the weighted mean squared distance of features to their class prototype (FedProto, Eq. 7).
 
         An example whose class has no prototype counts 0.
@@ -90,9 +74,10 @@ class PrototypeHooks(FeatureHooks):
         import torch
 
         if not self._tensors:
-            self._tensors = {name: torch.tensor(array, device=y.device) for name, array in self._received.items()}
-        distances = (self.features - self._tensors["prototypes"][y]).square().mean(dim=1)
-        return self._strength * (distances * self._tensors["has_prototype"][y]).mean()
+            device = forward.y.device
+            self._tensors = {name: torch.tensor(array, device=device) for name, array in self._received.items()}
+        distances = (self._features - self._tensors["prototypes"][forward.y]).square().mean(dim=1)
+        return self._strength * (distances * self._tensors["has_prototype"][forward.y]).mean()
 
 
 def init(bundle: core.Bundle, params: Any, seed: int) -> State:
@@ -121,7 +106,7 @@ def head_shape(network: NetworkState) -> tuple[int, int]:
 
 def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train the network of the device's tier. Initial weights are sent once."""
-    network = state.networks[peak_memory.largest_tier_within(device.profile, state.networks)]
+    network = _tier_networks.find_network(state, device)
     prototypes = {"prototypes": state.prototypes, "has_prototype": state.has_prototype}
     bundles = {"own": network.model, "prototypes": prototypes}
     task_spec = local_training.training_task_spec(network, bundles, TRAITS)
@@ -135,7 +120,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     if strength and received["has_prototype"].any():
         pull = PrototypeHooks(task.params["head"], received, strength)
         hooks = core.Hooks(prepare=pull.prepare, steps=(core.Step(penalty=pull.penalty),))
-    client_result = local_training.train_from(task, site, load_own_network(site), hooks)
+    client_result = local_training.train_from(task, site, _tier_networks.load_own_network(site), hooks)
     network = client_result.bundles["model"]
     return replace(
         client_result, bundles={"prototypes": compute_prototypes(task, site, network)}, private_state=network
@@ -144,41 +129,18 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 def compute_prototypes(task: core.Task, site: core.ClientContext, network: core.Tensors) -> dict[str, np.ndarray]:
     """Return arrays by name: "prototypes", mean features (classes, d), and "examples", counts (classes,)."""
-    sums, labels = np.zeros(site.load("prototypes")["prototypes"].shape), iter(site.train.y)
-
-    def add_features(features: Any) -> None:
-        for row in features.double().cpu().numpy():
-            sums[next(labels)] += row
-
-    hooks = core.Hooks(prepare=FeatureHooks(task.params["head"], add_features).prepare)
-    site.engine.evaluate(task.params["network"], network, site.train, hooks=hooks)
+    head = task.params["head"]
+    features = _tier_networks.record_layer(task, site, network, site.train, head, lambda inputs, outputs: inputs)
+    sums = np.zeros(site.load("prototypes")["prototypes"].shape)
+    np.add.at(sums, site.train.y, features.astype(np.float64))
     counts = np.bincount(site.train.y, minlength=len(sums)).astype(np.int64)
     return {"prototypes": (sums / np.maximum(counts, 1)[:, None]).astype(np.float32), "examples": counts}
 
 
-def load_own_network(site: core.ClientContext) -> core.Tensors:
-    """Return the device's network, or its initial network of its tier before the first training in this tier."""
-    first = site.load("own")
-    shapes, own_shapes = (
-        {name: array.shape for name, array in tensors.tensor_shapes(network).items()}
-        for network in (first, site.private_state)
-    )
-    if own_shapes != shapes:  # the device has no network yet, or that of another tier, because its budget has changed
-        return first
-    tensors.require_finite(site.private_state)
-    return site.private_state
-
-
-def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
-    """Evaluate the device's network on the held-out examples."""
-    return site.engine.evaluate(task.params["network"], load_own_network(site), site.held_out)
-
-
 def update_schema(state: State) -> core.UpdateSchema:
     """Return the schema of an update: prototypes, and the number of examples of each class."""
-    counts = tensors.TensorSpec(
-        tensors.tensor_shapes({"has_prototype": state.has_prototype})["has_prototype"].shape, np.dtype(np.int64)
-    )
+    classes = tensors.tensor_shapes({"": state.has_prototype})[""].shape
+    counts = tensors.TensorSpec(classes, np.dtype(np.int64))
     return core.UpdateSchema({"prototypes": {"prototypes": state.prototypes, "examples": counts}})
 
 
@@ -188,9 +150,3 @@ def validate_update(state: State, update: core.DeviceUpdate) -> None:
     tensors.require_addable(prototypes, update_schema(state).bundles["prototypes"])
     if not 0 < update.weight == prototypes["examples"].sum():
         raise core.UpdateError(f"{update.device}: counts of examples do not add up to weight {update.weight:g}")
-
-
-def result(state: State) -> core.Artefact:
-    """Return the initial default network, because the devices' networks never leave them."""
-    first = state.networks[""]
-    return local_training.weights_artefact(first.network, first.model, private=sorted(first.model))

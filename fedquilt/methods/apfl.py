@@ -71,9 +71,9 @@ class MixtureHooks:
             self._slope = self._slope + ((anchors["own"] - anchors["shared"]) * gradient).sum()
         return gradient
 
-    def _keep_anchors(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
-        self.anchors = anchors
-        return 0.0 * scores.sum()
+    def _keep_anchors(self, forward: core.ForwardPass) -> Any:
+        self.anchors = forward.anchors
+        return 0.0 * forward.scores.sum()
 
     def _load_mixture(self, module: Any) -> None:
         self._is_mixture, self._slope = True, 0.0

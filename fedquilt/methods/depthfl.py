@@ -127,12 +127,12 @@ class Exits:
         self.scores += [] if final_scores is None else [final_scores]
         return torch.stack(self.scores).mean(dim=0) if len(self.scores) > 1 else self.scores[0]
 
-    def divergence(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
+    def divergence(self, forward: core.ForwardPass) -> Any:
         """Return c(t)/(d - 1) * sum_i sum_{j != i} KL(p_j || p_i), the divergence of the exits' outputs."""
         import torch
 
         log_probabilities = [torch.log_softmax(exit_scores, dim=1) for exit_scores in self.scores]
-        total = scores.new_zeros(())
+        total = forward.scores.new_zeros(())
         for i, log_p_i in enumerate(log_probabilities):
             for j, log_p_j in enumerate(log_probabilities):
                 if i != j:

@@ -58,9 +58,9 @@ class BlendingHooks:
         anchors["weights"].copy_((anchors["weights"] - self._eta * gradient * difference).clamp(0, 1))
         return (value - anchors["own"] - difference * anchors["weights"]) / self._rate
 
-    def _keep_weights(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
-        self.weights = dict(anchors["weights"])
-        return 0.0 * scores.sum()
+    def _keep_weights(self, forward: core.ForwardPass) -> Any:
+        self.weights = dict(forward.anchors["weights"])
+        return 0.0 * forward.scores.sum()
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> NetworkState:

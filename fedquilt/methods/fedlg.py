@@ -44,7 +44,7 @@ class State(fedrep.State):
     candidates: tuple[str, ...]
     sizes: dict[str, float]  # sum over rounds of the devices' mean gradient size
     probed: int = 0  # rounds
-    shared: tuple[str, ...] = ()  # the learnGene; (): not yet known
+    shared: tuple[str, ...] = ()  # the learnGene; empty: not yet known
 
     @property
     def phase(self) -> str:

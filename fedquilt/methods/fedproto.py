@@ -26,7 +26,7 @@ import numpy as np
 from fedquilt import core
 from fedquilt.arrays import exact_sums
 from fedquilt.arrays.exact_sums import WeightedSums
-from fedquilt.methods import _prototypes
+from fedquilt.methods import _prototypes, _tier_networks
 from fedquilt.methods._prototypes import Params, State
 
 
@@ -62,7 +62,7 @@ METHOD = core.Method(
     init=_prototypes.init,
     send=_prototypes.send,
     work=_prototypes.work,
-    check=_prototypes.check,
+    check=_tier_networks.check,
     aggregation=core.Aggregation(
         fold,
         accumulator=lambda state: WeightedSums,
@@ -70,6 +70,6 @@ METHOD = core.Method(
         check_update=_prototypes.validate_update,
     ),
     step=step,
-    result=_prototypes.result,
+    result=_tier_networks.result,
     traits=_prototypes.TRAITS,
 )

@@ -297,9 +297,9 @@ def make_branch_hooks(task: core.Task, received: core.Tensors, branch: core.Tens
             return float(params["lr_own"] / params["lr"])
         return float(name in received or name in branch)  # a private head learns at the shared rate
 
-    def penalty(module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
-        total = 0.0 * scores.sum()
-        for name, value in module.named_parameters():
+    def penalty(forward: core.ForwardPass) -> Any:
+        total = 0.0 * forward.scores.sum()
+        for name, value in forward.module.named_parameters():
             suffix = name.rpartition(".")[2]
             if suffix == lora.GATE and params["sparsity"]:
                 total = total + params["sparsity"] * value.sigmoid()

@@ -47,7 +47,7 @@ class Params(fedavg.Params):
     batch: fedavg.Batch = 64
     lr: Annotated[float, Meta(gt=0)] = 0.01
     weight_decay: Annotated[float, Meta(ge=0)] = 1e-4
-    trained: tuple[str, ...] = ()  # sigma: modules that are trained; (): the schedule of `prepare`, else all
+    trained: tuple[str, ...] = ()  # sigma: modules that are trained; []: the schedule of `prepare`, else all
     bn: Literal["frozen_stats", "train"] = "frozen_stats"  # batch norm; frozen_stats trains gamma and beta only
     pool: Literal["own", "sk"] = "own"  # whether max pooling, too, follows w_SK
     gates: Literal["frozen", "own"] = "frozen"  # own: no gates; FedAvg on the trained part

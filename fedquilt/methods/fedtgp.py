@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from fedquilt import core
 from fedquilt.arrays import tensors
-from fedquilt.methods import _prototypes, robust
+from fedquilt.methods import _prototypes, _tier_networks, robust
 from fedquilt.methods.robust import CollectedUpdates
 
 
@@ -139,10 +139,10 @@ METHOD = core.Method(
     init=init,
     send=_prototypes.send,
     work=_prototypes.work,
-    check=_prototypes.check,
+    check=_tier_networks.check,
     aggregation=core.Aggregation(fold, schema=_prototypes.update_schema, check_update=_prototypes.validate_update),
     step=step,
-    result=_prototypes.result,
+    result=_tier_networks.result,
     explain=lambda state: state.log,
     traits=replace(_prototypes.TRAITS, per_device_data="prototypes of `most` devices, on which the global ones train"),
 )

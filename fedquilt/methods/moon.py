@@ -14,13 +14,23 @@ latest round that counted, and is stored on the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from msgspec import Meta
 
-from fedquilt.core import Bundle, ClientContext, ClientResult, DeviceView, Hooks, ModelError, Step, Task, TaskSpec
+from fedquilt.core import (
+    Bundle,
+    ClientContext,
+    ClientResult,
+    DeviceView,
+    ForwardPass,
+    Hooks,
+    ModelError,
+    Step,
+    Task,
+    TaskSpec,
+)
 from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
@@ -48,21 +58,21 @@ class ContrastiveHooks:
         module.get_submodule(self._head).register_forward_pre_hook(self._record_input)
         return module
 
-    def penalty(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
+    def penalty(self, forward: ForwardPass) -> Any:
         """Return the mini-batch's contrastive loss mu * l_con, a scalar (MOON, Eq. 3 and 4)."""
         import torch
         from torch.nn import functional as F
 
         from fedquilt.models.networks import traces
 
-        names_by_alias = traces.state_names_by_alias(module)
+        module, names_by_alias = forward.module, traces.state_names_by_alias(forward.module)
         z, training_modes = self._representation, [(submodule, submodule.training) for submodule in module.modules()]
         other_z = []
         module.eval()  # forward passes of the anchors must not change statistics or use dropout
         with torch.no_grad():
             for anchor in ("start", "previous"):
-                anchor_tensors = {place: anchors[anchor][name] for place, name in names_by_alias.items()}
-                torch.func.functional_call(module, anchor_tensors, (x,), tie_weights=False)
+                anchor_tensors = {place: forward.anchors[anchor][name] for place, name in names_by_alias.items()}
+                torch.func.functional_call(module, anchor_tensors, (forward.x,), tie_weights=False)
                 other_z.append(self._representation)
         for submodule, mode in training_modes:
             submodule.training = mode

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from fedquilt.core import ClientContext, ClientResult, DeviceView, EvaluationSums, Hooks, Step, Task, TaskSpec
+from fedquilt.core import ClientContext, ClientResult, DeviceView, EvaluationSums, Hooks, Step, Task, TaskSpec, Tensors
 from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
@@ -94,13 +94,18 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     )
 
 
+def adapt(task: Task, site: ClientContext, model: Tensors) -> Tensors:
+    """Return a model after `adapt_epochs` passes over the device's examples with the learning rate `alpha`."""
+    alpha, epochs = task.params["alpha"], task.params["adapt_epochs"]
+    if not (alpha and epochs and len(site.train)):
+        return model
+    fit = replace(local_training.fit_from_task(task), lr=alpha, epochs=epochs, momentum=0.0, nesterov=False)
+    return site.engine.train(task.params["network"], model, site.train, fit, site.rng, progress=site.progress)[0]
+
+
 def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the received model, adapted to the device's examples, on the held-out examples."""
-    model, alpha, epochs = site.load("model"), task.params["alpha"], task.params["adapt_epochs"]
-    if alpha and epochs and len(site.train):
-        fit = replace(local_training.fit_from_task(task), lr=alpha, epochs=epochs, momentum=0.0, nesterov=False)
-        model, _ = site.engine.train(task.params["network"], model, site.train, fit, site.rng, progress=site.progress)
-    return site.engine.evaluate(task.params["network"], model, site.held_out)
+    return site.engine.evaluate(task.params["network"], adapt(task, site, site.load("model")), site.held_out)
 
 
 METHOD = replace(

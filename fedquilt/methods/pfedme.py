@@ -23,7 +23,18 @@ from msgspec import Meta
 
 from fedquilt.arrays import tensors
 from fedquilt.arrays.exact_sums import WeightedSums
-from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, DeviceView, Hooks, Step, Task, TaskSpec, Tensors
+from fedquilt.core import (
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
+    DeviceView,
+    ForwardPass,
+    Hooks,
+    Step,
+    Task,
+    TaskSpec,
+    Tensors,
+)
 from fedquilt.methods import ditto, fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
@@ -60,11 +71,12 @@ class MoreauEnvelope:
             *[Step(penalty=self.penalty)] * (inner - 1),
         )
 
-    def penalty(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
+    def penalty(self, forward: ForwardPass) -> Any:
         """Return the proximal term lambda/2 |theta - w|^2."""
         if not self._w:
-            self._w = {name: anchors["w"][name] for name, _ in module.named_parameters()}
-        return self._pull / 2 * sum((value - self._w[name]).square().sum() for name, value in module.named_parameters())
+            self._w = {name: forward.anchors["w"][name] for name, _ in forward.module.named_parameters()}
+        values = dict(forward.module.named_parameters())
+        return self._pull / 2 * sum((value - self._w[name]).square().sum() for name, value in values.items())
 
     def _step_w_towards_theta(self, module: Any) -> None:
         import torch

@@ -231,6 +231,7 @@ def image_devices(count: int = 4, examples: int = 60) -> list[DeviceData]:
 # -- networks -------------------------------------------------------------------------------------
 
 MLP = {"name": "mlp", "inputs": 6, "hidden": [5], "classes": 3}
+PUBLIC_POINTS = np.random.default_rng(0).normal(size=(9, 6)).astype(np.float32)  # examples that all devices get
 MLP_MASKS = masks.MaskPlan(  # as returned by fedquilt.models.partial.dependency_trace.trace_mask_plan
     {"1": 5},
     {},
@@ -254,7 +255,11 @@ def toy_bundle(
     """
     start = numpy_engine.init_tensors(MLP, 0) if model is None else model
     plan = plan if network else MLP_MASKS
-    parts = {"model": start, **({"masks": {"json": masks.plan_to_array(plan)}} if plan else {})}
+    parts = {
+        "model": start,
+        "public": {"x": PUBLIC_POINTS},
+        **({"masks": {"json": masks.plan_to_array(plan)}} if plan else {}),
+    }
     meta: dict[str, Any] = {"network": network or MLP, "flops": 100.0}
     meta |= register_entry(network or MLP) if kinds is None else {"register": register_from_kinds(start, kinds)}
     return Bundle(meta, bundle_files(parts), lambda name: parts[name])
@@ -445,7 +450,15 @@ def prepare_bundle(network: dict[str, Any], folder: Path) -> Bundle:
     from fedquilt.tools.artefacts import prepare
 
     bundle = prepare.prepare_bundle({key: value for key, value in job.items() if value}, folder / "bundle")
+    bundle = add_public_examples(bundle, as_images(Examples(PUBLIC_POINTS, np.zeros(len(PUBLIC_POINTS)))).x)
     return replace(bundle, meta={**bundle.meta, "pretrained": True})  # some methods freeze pre-trained weights only
+
+
+def add_public_examples(bundle: Bundle, x: np.ndarray) -> Bundle:
+    """Return the bundle with inputs of examples that all devices get."""
+    public = {"x": x}
+    files = {**bundle.files, **bundle_files({"public": public})}
+    return replace(bundle, files=files, load=lambda name: public if name == "public" else bundle.load(name))
 
 
 def with_targets(examples: Examples, task: str) -> Examples:

@@ -6,13 +6,13 @@ and flattening, which has the same effect as masking the activation. Weights are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fedquilt.core import ModelError, Step
+from fedquilt.core import ForwardPass, ModelError, Step
 from fedquilt.models.networks import traces
 from fedquilt.models.partial.masks import MaskPlan, TensorGroups
 
@@ -98,21 +98,19 @@ class MaskHooks:
         mask = masks[0] if len(masks) == 1 else torch.cat(masks)
         return mask if repeat == 1 else mask.repeat_interleave(repeat)
 
-    def _diversity_penalty(self, module: Any, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]) -> torch.Tensor:
+    def _diversity_penalty(self, forward: ForwardPass) -> torch.Tensor:
         """Return -lambda ||theta_i - theta_{g without i}||^2, summed over neurons (FedPeWS, Eq. 6)."""
         assert self._others_mean is not None
-        theta = torch.sigmoid(getattr(module, SCORES))
+        theta = torch.sigmoid(getattr(forward.module, SCORES))
         return -self._diversity * torch.square(theta - self._others_mean.to(theta.device)).sum()
 
-    def _proximal_penalty(
-        self, module: nn.Module, x: Any, y: Any, scores: Any, anchors: Mapping[str, Any]
-    ) -> torch.Tensor:
+    def _proximal_penalty(self, forward: ForwardPass) -> torch.Tensor:
         """Return the proximal term on covered entries, mu/2 ||(x - x_g) M||^2."""
         parts = []
-        for name, value in module.named_parameters():
+        for name, value in forward.module.named_parameters():
             if name == SCORES:
                 continue
-            drift, follow = value - anchors["start"][name], self._plan.follows.get(name)
+            drift, follow = value - forward.anchors["start"][name], self._plan.follows.get(name)
             if follow and follow.out:
                 drift = drift * self._mask_along(follow.out).reshape(-1, *(1,) * (value.ndim - 1))
             if follow and follow.into:

@@ -85,7 +85,7 @@ def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_less_is_aske
     assert alone(apply_events(state, JobEnded("stopped"), JobResumed()), "abc") == {}
     work = apply_events(state, *(UpdateAccepted(0, update(device)) for device in "bc"), RoundClosed(0), committed(0))
     assert work.task_actions == ("work",)
-    assert alone(work, "abc") == without_evaluation
+    assert alone(work, "abc") == {}
 
 
 def test_where_the_others_are_too_few_all_are_asked_once_in_each_round():

@@ -10,6 +10,7 @@ from by_hand import Stage, constant_model
 from fedquilt import methods, wire
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.delivery import rate_limiter
+from fedquilt.coordinator.device_columns import ELIGIBLE
 from fedquilt.coordinator.rounds import responses
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,

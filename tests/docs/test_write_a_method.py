@@ -14,7 +14,7 @@ from waiting import LIMIT_S, wait_until
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
-from fedquilt.core import Aggregation, Hooks, Method, Step, Traits
+from fedquilt.core import Aggregation, DeviceView, Hooks, Method, Step, Traits
 from fedquilt.edge_agent import devices, settings
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.formats import toml
@@ -87,6 +87,39 @@ def test_the_personal_method_of_the_page_conforms_and_shares_fedavgs_model(folde
     assert own is not None
     assert own(None, later) == later.private_state  # type: ignore[arg-type]
     assert own(None, first) == first.load("model")  # type: ignore[arg-type]
+
+
+def test_the_expressions_on_the_page_freeze_a_layer_and_fine_tune_it(folder):
+    page = (DOCS / "write-a-method.md").read_text().split("| to | write |\n")[1].split("\n\n")[0]
+    name, send, freeze, train, cost = (row.rpartition("| ")[2].split("`")[-2] for row in page.splitlines()[1:])
+    train = next(text for text in page.split("`") if text.startswith("client.engine.train"))
+    (folder / "tuned.py").write_text(f"""
+from dataclasses import replace
+from fedquilt.core import Hooks, Step
+from fedquilt.methods import fedavg, ft_part
+from fedquilt.models import local_training
+
+def send(state, device):
+    task_spec, names = fedavg.send(state, device), {name}
+    task_spec = {send}
+    return {cost}
+
+def work(task, client):
+    frozen = task.params["frozen"]
+    return fedavg.work(task, client, {freeze})
+
+def check(task, client):
+    network, start = task.params["network"], client.load("model")
+    model, metrics = {train}
+    return client.engine.evaluate(network, model, client.held_out)
+
+METHOD = replace(fedavg.METHOD, send=send, work=work, check=check)
+""")
+    states = record_run("tuned:METHOD")[1]
+    first, last = states[0].model, states[-1].model
+    assert {name for name in first if (first[name] == last[name]).all()} == {"3.weight", "3.bias"}
+    task_spec = methods.load("tuned:METHOD").send(states[0], DeviceView("a", None))
+    assert task_spec.check.flops_per_example > task_spec.work.flops_per_example
 
 
 def test_the_settings_on_the_pages_are_a_boards(folder):

@@ -106,8 +106,9 @@ def test_a_penalty_is_the_correction_that_is_its_gradient(budget: int):
     The loss told is the network's own, without the penalty.
     """
 
-    def penalty(module, x, y, scores, anchors):
-        return sum(((value - anchors["start"][name]) ** 2).sum() for name, value in module.named_parameters()) / 2
+    def penalty(forward):
+        values, start = dict(forward.module.named_parameters()), forward.anchors["start"]
+        return sum(((value - start[name]) ** 2).sum() for name, value in values.items()) / 2
 
     by_loss, told = changed(torch_one, Hooks(steps=(Step(penalty=penalty),)), budget=budget)
     by_gradient, wanted = changed(
@@ -120,7 +121,7 @@ def test_a_penalty_is_the_correction_that_is_its_gradient(budget: int):
 
 def test_a_penalty_that_is_not_finite_is_refused():
     with pytest.raises(UpdateError, match="the loss became NaN at step 1"):
-        changed(torch_one, Hooks(steps=(Step(penalty=lambda module, x, y, scores, anchors: 0 * scores.sum() / 0),)))
+        changed(torch_one, Hooks(steps=(Step(penalty=lambda forward: 0 * forward.scores.sum() / 0),)))
 
 
 def masked(module):

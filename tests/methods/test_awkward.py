@@ -19,7 +19,7 @@ import difficult_networks  # noqa: E402
 import plain_parts as parts  # noqa: E402
 import plain_rules as rules  # noqa: E402
 import plain_widths as widths  # noqa: E402
-from plain_training import Rule, bundle_of, own_of, played, require_equal, table_of  # noqa: E402
+from plain_training import PUBLIC, Rule, bundle_of, own_of, played, require_equal, table_of  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,8 @@ CASES = (
     ),
     Case("fedproto", rules.fedproto, {"penalty": 0.5}, quick=("tied", "typed_buffers"), close=1e-6),
     Case("fedtgp", rules.fedtgp, TGP, quick=("shared",), close=1e-6),
+    Case("fedbabu", parts.fedbabu, quick=("tied", "maps"), close=1e-6),
+    Case("fedmd", rules.fedmd, quick=("tied", "moving_average"), close=1e-6),
     Case("fedlg", parts.fedlg, {"layers": 1, "probe": 1}, ("tied",), rounds=3),
     Case("fedlora", parts.fedlora, {**LORA, "optimizer": "sgd", "mu": 0.1}, ("shared",), ADAPTED),
     Case("fedsdg", parts.fedsdg, {**LORA, **SDG}, ("tied",), ADAPTED, rounds=3, table={"cohort": {"size": 2}}),
@@ -189,7 +191,9 @@ PREPARED = [
 @pytest.mark.parametrize(("name", "network"), PREPARED)
 def test_a_method_trains_an_awkward_network_or_refuses_it_as_the_job_is_prepared(name, network, tmp_path):
     more = {"encoder": 0.0} if name == "fedlps" else {}
-    job = settings.parse_job({"name": "awkward", "method": name, "model": table_of(network), "params": more})
+    np.savez(tmp_path / "public.npz", x_train=PUBLIC, y_train=np.zeros(len(PUBLIC), np.int64))
+    table = {"name": "awkward", "method": name, "model": table_of(network), "params": more}
+    job = settings.parse_job({**table, "public": {"path": str(tmp_path / "public.npz")}})
     if reason := REFUSED.get(name, {}).get(network):
         with pytest.raises(ModelError, match=re.escape(reason)):
             prepare.prepare_and_check(job, tmp_path)

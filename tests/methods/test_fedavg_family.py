@@ -9,7 +9,7 @@ from fedavg_runs import numpy_one, play, same_bits, torch_one
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
-from fedquilt.core import Bundle, DeviceUpdate, Examples, Fit, ModelError, UpdateError
+from fedquilt.core import Bundle, DeviceUpdate, Examples, Fit, ForwardPass, ModelError, UpdateError
 from fedquilt.core.evaluation import compute_metrics
 from fedquilt.methods import fedavg, fedbn, fednova, fedopt, moon, scaffold
 from fedquilt.models import local_training
@@ -319,7 +319,7 @@ def test_moons_contrast_is_what_it_is_on_paper():
     for (start, previous), wanted in (((0, 1), -2.0), ((1, 0), 2.0)):
         scores = module(x)
         at = {"start": anchors[start], "previous": anchors[previous]}
-        found = contrast.penalty(module, x, None, scores, at)
+        found = contrast.penalty(ForwardPass(module, x, None, scores, at))
         assert float(found.detach()) == pytest.approx(3 * np.log1p(np.exp(wanted)), rel=1e-6)
     assert module.training
 
@@ -332,7 +332,7 @@ def test_moons_other_models_only_look():
     contrast, x = moon.ContrastiveHooks(1.0, 0.5, "2"), torch.randn(4, 2)
     contrast.prepare(module)
     anchors = {key: {n: v.clone() for n, v in module.state_dict().items()} for key in ("start", "previous")}
-    contrast.penalty(module, x, None, module(x), anchors)
+    contrast.penalty(ForwardPass(module, x, None, module(x), anchors))
     assert [int(held["1.num_batches_tracked"]) for held in anchors.values()] == [0, 0]
     assert int(module[1].num_batches_tracked) == 1
     assert [each.training for each in module] == [False, True, True]
@@ -354,7 +354,7 @@ def test_moon_looks_at_other_models_with_tied_weights():
     contrast.prepare(module)
     head = {"1.weight": torch.eye(2), "1.bias": torch.zeros(2)}
     anchors = {"start": {"0.0.weight": quarter, **head}, "previous": {"0.0.weight": none, **head}}
-    found = float(contrast.penalty(module, x, None, module(x), anchors).detach())
+    found = float(contrast.penalty(ForwardPass(module, x, None, module(x), anchors)).detach())
     assert found == pytest.approx(np.log1p(np.exp(-4)), rel=1e-5)  # likenesses 1 and -1, over T = 1/2
 
 

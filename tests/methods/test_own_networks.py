@@ -22,7 +22,8 @@ from fedquilt.core import (
     Tensors,
     UpdateError,
 )
-from fedquilt.methods import _prototypes, fedproto, fedtgp
+from fedquilt.methods import _tier_networks, fedmd, fedproto, fedtgp
+from fedquilt.testing import toy_networks
 from fedquilt.testing.toy_networks import device_profile, make_torch_engine, point_devices, run_method
 from fedquilt.tools.artefacts import prepare
 
@@ -35,17 +36,17 @@ SMALL = {"epochs": 1, "batch": 8, "lr": 0.1}
 
 
 def tiered(folder: Path, tiers: dict[str, Any] = TIERS) -> Bundle:
-    return prepare.prepare_bundle({"model": {**MODEL, "tier": tiers}}, folder)
+    bundle = prepare.prepare_bundle({"model": {**MODEL, "tier": tiers}}, folder)
+    return toy_networks.add_public_examples(bundle, toy_networks.PUBLIC_POINTS)
 
 
-@pytest.mark.parametrize("name", ["fedproto", "fedtgp"])
+@pytest.mark.parametrize("name", ["fedmd", "fedproto", "fedtgp"])
 def test_a_device_trains_the_network_of_the_largest_tier_within_its_budget(name: str, tmp_path: Path) -> None:
     method, kept = methods.load(name), dict[str, dict[str, tuple[int, ...]]]()
 
     def work(task: Task, site: ClientContext) -> ClientResult:
         result = method.work(task, site)
         kept[site.device] = {key: array.shape for key, array in result.private_state.items()}
-        assert result.bundles["prototypes"]["examples"].sum() == len(site.train)
         return result
 
     bundle = tiered(tmp_path)
@@ -61,9 +62,9 @@ def test_a_device_trains_the_network_of_the_largest_tier_within_its_budget(name:
     )
     wanted = [bundle.load(file) for file in ("model", "2GB/model", "8GB/model")]
     assert [kept[f"dev-{i}"] for i in range(3)] == [{key: a.shape for key, a in each.items()} for each in wanted]
-    assert states[0].has_prototype.sum() == 0
-    assert states[-1].has_prototype.all()
-    assert len({state.prototypes.tobytes() for state in states}) == 4
+    shared = [state.scores if name == "fedmd" else state.prototypes for state in states]
+    assert not shared[0].any()
+    assert len({array.tobytes() for array in shared}) == 4
 
 
 @pytest.mark.parametrize(
@@ -90,8 +91,8 @@ def test_a_device_whose_budget_moves_to_another_tier_starts_with_its_network(tmp
         return task, replace(site, private_state=private_state)
 
     trained = method.work(*deliver(1, {})).private_state
-    kept = _prototypes.load_own_network(deliver(1, trained)[1])
-    moved = _prototypes.load_own_network(deliver(4, trained)[1])
+    kept = _tier_networks.load_own_network(deliver(1, trained)[1])
+    moved = _tier_networks.load_own_network(deliver(4, trained)[1])
     assert kept is trained
     assert {name: array.tolist() for name, array in moved.items()} == {
         name: array.tolist() for name, array in state.networks["2GB"].model.items()
@@ -124,6 +125,36 @@ def test_a_bundle_of_other_tiers_is_noticed(tmp_path: Path) -> None:
     table["model"] = {**MODEL, "tier": {"2GB": TIERS["2GB"]}}
     with pytest.raises(JobError, match=r"\[model\] differ"):
         settings.require_matching_bundle(settings.parse_job(table), bundle)
+
+
+def test_the_consensus_is_the_plain_mean_of_the_scores(tmp_path: Path) -> None:
+    """Scores of 1 and 4 for nine examples, whatever the devices' own examples: 2.5. Without updates it stays."""
+    method, total = fedmd.METHOD, None
+    state = method.init(tiered(tmp_path), fedmd.Params(), 0)
+    for device, score in (("a", 1.0), ("b", 4.0)):
+        sent = {"scores": {"scores": np.full((9, 3), score, np.float32)}}
+        total = fedmd.fold(state, total, DeviceUpdate(device, 0, 1.0, {}, sent))
+    found = fedmd.step(state, total)
+    assert (found.scores.shape, found.scores.min(), found.scores.max()) == ((9, 3), 2.5, 2.5)
+    assert fedmd.step(found, None) is found
+    with pytest.raises(UpdateError, match="c has weight 16: this method requires 1"):
+        fedmd.fold(state, total, DeviceUpdate("c", 0, 16.0, {}, sent))
+
+
+def test_a_task_costs_the_training_on_public_examples_once_there_is_a_consensus(tmp_path: Path) -> None:
+    first = fedmd.METHOD.init(tiered(tmp_path), fedmd.Params(digest_epochs=2), 0)
+    later, view = replace(first, has_scores=True), DeviceView("a", None)
+    work = [fedmd.METHOD.send(state, view).work for state in (first, later)]  # type: ignore[union-attr]
+    assert work[1].flops_per_example == work[0].flops_per_example
+    forward = first.networks[""].flops
+    assert work[0].flops == 9 * forward
+    assert work[1].flops > 9 * forward * (1 + 2 * 2)
+
+
+def test_public_examples_are_required(tmp_path: Path) -> None:
+    bundle = prepare.prepare_bundle({"model": MODEL}, tmp_path)
+    with pytest.raises(ModelError, match=r"no public examples: add a \[public\] table"):
+        fedmd.METHOD.init(bundle, fedmd.Params(), 0)
 
 
 def update(device: str, prototypes: Any, examples: Any) -> DeviceUpdate:

@@ -16,6 +16,7 @@ from fedquilt.core import (
     DeviceView,
     Examples,
     Fit,
+    ForwardPass,
     Method,
     ModelError,
     Task,
@@ -145,7 +146,7 @@ class Parabola:
                     step.before_step(module)
                 loss = self.curvature / 2 * (module.x - self.place).square().sum()
                 if step.penalty:
-                    loss = loss + step.penalty(module, None, None, None, anchors)
+                    loss = loss + step.penalty(ForwardPass(module, None, None, None, anchors))
                 (gradient,) = torch.autograd.grad(loss, [module.x])
                 if hooks.correct_gradient:
                     gradient = hooks.correct_gradient(

@@ -32,6 +32,7 @@ SHORT_PARAMS: Final[Mapping[str, Any]] = {
     "epochs": 1,
     "head_epochs": 1,
     "adapt_epochs": 1,
+    "digest_epochs": 1,
     "batch": 2,
     "fisher_samples": 2,
     "fingerprint_samples": 8,

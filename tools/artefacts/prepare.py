@@ -188,6 +188,7 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, print_line: Callable[[str]
     (`fedquilt.plugins.required_modules`) and "outputs". With `weights_classes`, the number of classes of the weights,
     the last layer is replaced.
     From `[model.tier]`: the same files as "<tier>/model", and the same metadata by tier as "tiers".
+    From `[public]`: the file "public" with the inputs "x" of its examples, as they are stored.
     From `[schedule]`: metadata "schedule" (`fedquilt.tools.artefacts.frozen_part`).
     From `[input]`, `labels` and `[[donors]]`: files "<block>.onnx" and "<block>.data", and metadata "input", "labels",
     "donors" and "blocks" (read by `fedquilt.models.stitching.stitched_network.load_donor_pool`). A block's id is
@@ -232,6 +233,10 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, print_line: Callable[[str]
             start_part("the part to train")
             model = tensors.decode_tensors(files["model"])
             meta["schedule"] = frozen_part.make_schedule(job["schedule"], metadata["network"], model, print_line)
+    if job.get("public"):
+        public = examples.load_split(DataSpec.parse(job["public"], "[public]"))
+        files["public"] = tensors.encode_tensors({"x": public.x})
+        print_line(f"public examples: {len(public)}, {units.format_bytes(len(files['public']))}")
     if job.get("donors"):
         meta |= _prepare_donors(job, input_spec, files, print_line, start_part)
     start_part("the files")

@@ -158,9 +158,12 @@ def _list_properties(method: Method) -> Iterable[tuple[str, str]]:
     yield "predictions, `task`", ", ".join(f'`"{task}"`' for task in traits.prediction_tasks)
     combinations = {
         "networks by memory tier, `[model.tier]`": traits.tier_networks,
+        "buffered rounds, [`[cohort] mode`](../jobs.md#rounds-without-stragglers)": aggregation.rebase is not None,
         "unequal epochs in rounds [planned for energy](../energy.md)": traits.unequal_epochs,
         "a rollout with each device's own network": method.personal_model is not None,
     }
+    if traits.frozen_weights:
+        yield "needs trained weights for", traits.frozen_weights
     yield "works with", "; ".join(name for name, works in combinations.items() if works) or "-"
 
 
@@ -211,7 +214,7 @@ def _format_type(hint: Any) -> str:
     if typing.get_origin(hint) is Annotated:
         plain, *extras = typing.get_args(hint)
         limits = [
-            f"{sign} {getattr(extra, key):g}"
+            f"{sign} {_format_number(getattr(extra, key))}"
             for extra in extras
             for key, sign in SIGNS.items()
             if getattr(extra, key, None) is not None
@@ -230,9 +233,15 @@ def _format_type(hint: Any) -> str:
     return {int: "integer", bool: "true or false", str: "text"}.get(hint, str(getattr(hint, "__name__", hint)))
 
 
+def _format_number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
 def _format_default(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if value is None:
         return "none"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_format_default, value))}]"
     return f'"{value}"' if isinstance(value, str) else str(value)

@@ -25,7 +25,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from fedquilt import plugins
-from fedquilt.core import Choice, Fit, Hooks, JobError, ModelError, Step, TaskKind, Tensors
+from fedquilt.core import Choice, Fit, ForwardPass, Hooks, JobError, ModelError, Step, TaskKind, Tensors
 from fedquilt.core.errors import first_line
 from fedquilt.edge_agent.engines import training
 from fedquilt.edge_agent.engines.torch import recomputation
@@ -225,7 +225,7 @@ class Stepper:
             loss = sum(other_losses, self._total(main_scores, y)) / divisor
             if not self._step.penalty:
                 return loss, loss.detach()
-            extra = self._step.penalty(self._model, x, y, scores, self._anchors) * (len(y) / count)
+            extra = self._step.penalty(ForwardPass(self._model, x, y, scores, self._anchors)) * (len(y) / count)
             return loss + extra, loss.detach() + 0.0 * extra.detach()
 
     def _enable_gradients(self) -> None:

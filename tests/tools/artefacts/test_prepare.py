@@ -57,6 +57,23 @@ def test_a_model_table_becomes_first_weights_and_facts(tmp_path: Path) -> None:
     assert masks.plan_from_array(made.load("masks")["json"]).widths == {"1": 3}  # the hidden neurons
 
 
+def test_public_examples_are_the_stored_inputs_without_labels(tmp_path: Path) -> None:
+    x = np.arange(40, dtype=np.float32).reshape(10, 4)
+    np.savez(tmp_path / "some.npz", x_train=x, y_train=np.arange(10) % 2)
+    table = {"name": "j", "method": "fedmd", "model": {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}}
+    (tmp_path / "job.toml").write_text('name = "j"\nmethod = "fedmd"\npublic = { path = "some.npz", limit = 6 }')
+    public = settings.load_job(tmp_path / "job.toml").public
+    assert public["path"] == str(tmp_path / "some.npz")
+    made = prepare_and_check(settings.parse_job({**table, "public": public}), tmp_path / "bundle").load("public")
+    assert list(made) == ["x"]
+    assert sorted(made["x"][:, 0]) == sorted(set(made["x"][:, 0]) & set(x[:, 0]))
+    assert made["x"].shape == (6, 4)
+    wide = {**public, "path": str(tmp_path / "wide.npz")}
+    np.savez(tmp_path / "wide.npz", x_train=np.zeros((10, 5), np.float32), y_train=np.zeros(10, int))
+    with pytest.raises(FedquiltError, match="5"):
+        prepare_and_check(settings.parse_job({**table, "public": wide}), tmp_path / "wide")
+
+
 def test_a_misspelt_network_is_named_where_torch_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To ask for torch first would bring 2 GB, and the same mistake."""
     monkeypatch.setitem(sys.modules, "torch", None)

@@ -25,7 +25,18 @@ def test_a_parameter_has_its_range_default_and_what_its_line_says() -> None:
     assert found["mixed"].kind == "true or false"
     rules = {each.name: each for each in method_pages.make_card("fedopt").parameters}["server"]
     assert rules.kind == '"sgd" or "adagrad" or "adam" or "yogi"'
+    assert found["batch"].kind == "integer >= 1, <= 1000000000"
     assert {each.name: each for each in method_pages.make_card("fedsdg").parameters}["preset"].about == ""
+
+
+def test_a_page_has_lists_as_in_a_job_file_and_what_the_method_works_with_and_needs() -> None:
+    pages = {name: "\n".join(method_pages.format_card(method_pages.make_card(name))) for name in ("fedavg", "fedsq")}
+    assert "| `augment` | list of text or table | `[]` |" in pages["fedavg"]
+    assert (
+        "| works with | buffered rounds, [`[cohort] mode`](../jobs.md#rounds-without-stragglers) |" in pages["fedavg"]
+    )
+    assert "| needs trained weights for | the choice of units that are on |" in pages["fedsq"]
+    assert "needs trained weights" not in pages["fedavg"]
 
 
 def test_methods_are_listed_with_their_first_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +14,7 @@ import msgspec
 
 from fedquilt.console import progress
 from fedquilt.console import table as layout
-from fedquilt.core import JobError
+from fedquilt.core import DataError, JobError
 from fedquilt.formats import toml
 from fedquilt.host import disk
 from fedquilt.tools.experiments import comparison
@@ -82,20 +82,19 @@ def run_table(
 ) -> dict[str, Any]:
     """Run a table, and return the result of `make_result` with the description of the file under "about".
 
-    `folder` has the data that fedquilt does not include, `out` gets runs and starting weights, which are reused. With
-    `rounds`, claims are not judged. Raise JobError if an option does not fit or a run fails, DataError without data.
+    `folder` has the data that fedquilt does not include. Rows and columns whose data are missing are left out, with the
+    reasons under "left_out". `out` gets runs and starting weights, which are reused. With `rounds`, claims are not
+    judged. Raise JobError if an option does not fit or a run fails, and DataError if all data are missing.
     """
     if folder is not None and not table.takes_data:
         raise JobError(f"table {table.name} needs no --data: leave it out")
     all_columns = table.grid.columns
     if columns and len(all_columns) == 1:
         raise JobError(f"table {table.name} has one column: leave out --columns")
-    if unknown := sorted(set(columns or ()) - all_columns.keys()):
-        raise JobError(f"table {table.name} has no column {unknown[0]!r}: choose from {', '.join(all_columns)}")
-    grid = table.fill_marks(folder)
-    grid = grid.select_rows(rows) if rows else grid
-    chosen_seeds = tuple(seeds or grid.seeds)
-    column_names = [name for name in all_columns if name in (columns or all_columns)]
+    grid, missing = table.fill_marks(folder), table.find_missing_data(folder)
+    row_names = choose_names(f"row of table {table.name}", rows, grid.rows, missing)
+    column_names = choose_names(f"column of table {table.name}", columns, all_columns, missing)
+    grid, chosen_seeds = grid.select_rows(row_names), tuple(seeds or grid.seeds)
     grid_cells = cells.make_cells(grid, str(table.file), chosen_seeds, rounds, column_names, out)
     runs, failed = comparison.run_cases([cell.case for cell in grid_cells], out, cells.run_case, report, parallel=True)
     if failed and not (grid.may_fail and runs):
@@ -103,7 +102,19 @@ def run_table(
             f"{len(failed)} of {len(grid_cells)} runs failed, results of the others are in {out / 'runs'}: {failed[0]}"
         )
     with toml.prefix_errors(f"{table.file}, table {table.name}"):
-        return {**make_result(table.name, grid, grid_cells, runs, chosen_seeds, rounds), "about": grid.about}
+        result = make_result(table.name, grid, grid_cells, runs, chosen_seeds, rounds)
+    return {**result, "about": grid.about, "left_out": missing}
+
+
+def choose_names(kind: str, words: Sequence[str] | None, names: Iterable[str], missing: Mapping[str, str]) -> list[str]:
+    """Return the names that are chosen by `words`, in their order, or all without `words` except the missing.
+
+    Raise JobError if a word is unknown, and DataError if a chosen name or every name is missing.
+    """
+    chosen = grids.match_names(kind, words, names) if words else [name for name in names if name not in missing]
+    if reasons := [missing[name] for name in chosen or names if name in missing]:
+        raise DataError(reasons[0])
+    return [name for name in names if name in chosen]
 
 
 def list_or_run_tables(
@@ -318,6 +329,8 @@ def format_result(grid: Grid, result: Mapping[str, Any]) -> list[str]:
         for name, row in rows.items():
             cells.append([name, *(_format_cell(shown_column, row) for shown_column in shown)])
         lines += layout.format_table(cells, "<>")
+    if left_out := result.get("left_out"):
+        lines += ["", *(f"left out: {name} ({reason})" for name, reason in left_out.items())]
     lines += [
         "",
         *(f"{name}: {format_claim(comparison)}" for name, comparison in result["told"].items()),

@@ -142,9 +142,7 @@ def make_pretrained_bundle(
     folder.mkdir(parents=True, exist_ok=True)
     if pretrain is not None:
         _use_one_thread()
-        file = folder / "weights.safetensors"
-        file.write_bytes(tensors.encode_tensors(pretrain_weights(table, pretrain)))
-        table = merge_tables(table, {"model": {"weights": str(file)}})
+        table = pretrain_networks(table, pretrain, folder)
     prepare.prepare_and_check(settings.parse_job(table), folder / "bundle")
     if flops:
         _replace_flops(folder / "bundle", flops)
@@ -155,6 +153,20 @@ def _replace_flops(folder: Path, flops: float) -> None:
     meta = {key: value for key, value in bundle.meta.items() if key != "layers"} | {"flops": flops}
     files = {name: (folder / "blobs" / ref.sha256).read_bytes() for name, ref in bundle.files.items()}
     job_bundle.write_bundle(folder, meta, files)
+
+
+def pretrain_networks(job: dict[str, Any], pretrain: PretrainSettings, folder: Path) -> dict[str, Any]:
+    """Return the job with files of pretrained weights for its [model], or else for each of its donors."""
+
+    def write_weights(model: Mapping[str, Any], name: str) -> str:
+        file = folder / f"{name}.safetensors"
+        file.write_bytes(tensors.encode_tensors(pretrain_weights({**job, "model": model}, pretrain)))
+        return str(file)
+
+    if job.get("model"):
+        return merge_tables(job, {"model": {"weights": write_weights(job["model"], "weights")}})
+    donors = [{**donor, "weights": write_weights(donor["network"], donor["name"])} for donor in job["donors"]]
+    return {**job, "donors": donors}
 
 
 def pretrain_weights(job: Mapping[str, Any], pretrain: PretrainSettings) -> Tensors:

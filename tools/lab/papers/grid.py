@@ -28,8 +28,8 @@ HERE: Final = Path(__file__).parent
 DIGITS: Final = Path(__file__).resolve().parents[1] / "demo" / "digits.npz"
 MARK: Final = re.compile(r"\A\$(\w+)(?:/(.+))?\Z")
 TO_TARGET: Final = ("rounds_to", "seconds_to", "energy_j_to")  # values until "test" reaches the target
-VALUES: Final = (*TO_TARGET, *(name for name in EvaluationPoint.__struct_fields__ if name != "metric"))
-NETWORK: Final = ("model", "input", "labels", "donors", "schedule")  # keys of a job that make its bundle
+VALUES: Final = (*TO_TARGET, "prior_gain", *(name for name in EvaluationPoint.__struct_fields__ if name != "metric"))
+NETWORK: Final = ("model", "input", "public", "labels", "donors", "schedule")  # keys of a job that make its bundle
 
 
 class GridStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True): ...
@@ -202,13 +202,38 @@ class GridTable:
     def fill_marks(self, data: Path | None) -> Grid:
         """Return the parsed table with the marks in its paths replaced. `data` is the folder of `--data`.
 
-        Raise JobError if the table is invalid, and DataError if files are missing.
+        Rows and points of axes whose files are missing keep their marks (`find_missing_data`). Raise JobError if the
+        table is invalid, and DataError if files of the whole table are missing.
         """
+        parts = {"rows": self._resolve_each(self.raw.get("rows", {}), data)[0]}
+        parts["axes"] = {name: self._resolve_each(axis, data)[0] for name, axis in self.raw.get("axes", {}).items()}
+        common = {key: value for key, value in self.raw.items() if key not in parts}
+        return self._parse_grid({**self._resolve(common, data), **parts})
+
+    def find_missing_data(self, data: Path | None) -> dict[str, str]:
+        """Return the rows and columns whose files are missing, each with the reason."""
+        missing = self._resolve_each(self.raw.get("rows", {}), data)[1]
+        axes = self.raw.get("axes", {})
+        reasons = {name: self._resolve_each(axis, data)[1] for name, axis in axes.items()}
+        for points in itertools.product(*axes.values()):
+            found = [reasons[name][point] for name, point in zip(axes, points, strict=True) if point in reasons[name]]
+            missing |= {", ".join(points): reason for reason in found}
+        return missing
+
+    def _resolve_each(self, entries: Mapping[str, Any], data: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
+        # the entries, resolved unless files are missing, and the reasons by name
+        resolved, reasons = dict(entries), {}
+        for name, entry in entries.items():
+            try:
+                resolved[name] = self._resolve(entry, data)
+            except DataError as error:
+                reasons[name] = str(error)
+        return resolved, reasons
+
+    def _resolve(self, value: Any, data: Path | None) -> Any:
         with toml.prefix_errors(str(self.file)):
-            return self._parse_grid(
-                _resolve_paths_and_marks(
-                    self.raw, lambda mark, name: resolve_mark(self.name, mark, name, data), self.file.parent
-                )
+            return _resolve_paths_and_marks(
+                value, lambda mark, name: resolve_mark(self.name, mark, name, data), self.file.parent
             )
 
     @property
@@ -259,6 +284,22 @@ def _get_rounds(job: Mapping[str, Any]) -> int:
     if not isinstance(count, int):
         raise JobError(f"job.rounds = {count!r}: write a whole number")
     return count
+
+
+def match_names(kind: str, words: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Return the names that the words form. Names may contain commas, at which a command line is divided into words.
+
+    Raise JobError if a word belongs to no name.
+    """
+    known, found, first = set(names), list[str](), 0
+    while first < len(words):
+        lasts = range(len(words), first, -1)
+        candidates = {last: ", ".join(word.strip() for word in words[first:last]) for last in lasts}
+        last = next((last for last, candidate in candidates.items() if candidate in known), first + 1)
+        _require_known(kind, [candidates[last]], names)
+        found.append(candidates[last])
+        first = last
+    return found
 
 
 def _require_known(kind: str, names: Iterable[str], choices: Iterable[str]) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import DataError, JobError
 from fedquilt.tools.experiments import tables
@@ -157,6 +159,45 @@ def test_marks_and_paths_in_a_file_become_places(tmp_path: Path) -> None:
     assert rows["big"].job["data"] == {"path": str(tmp_path), "dataset": "CIFAR10"}
     with pytest.raises(JobError, match=r"unknown \$mnits: choose one of \$digits, \$mnist"):
         made(tmp_path, GRID.replace("$digits", "$mnits")).fill_marks(tmp_path)
+
+
+def test_rows_and_columns_without_their_files_keep_their_marks_and_are_named(tmp_path: Path) -> None:
+    text = GRID + "[axes.split.cifar]\njob.data.path = '$cifar'\n[rows.big]\npretrain.data.path = '$mnist'"
+    table = made(tmp_path, text)
+    missing = table.find_missing_data(None)
+    assert list(missing) == ["big", "low, cifar", "high, cifar"]
+    assert missing["big"].endswith("table made needs data: add --data with a folder that contains MNIST's files")
+    assert "no CIFAR-10 in" in table.find_missing_data(tmp_path)["low, cifar"]
+    found = table.fill_marks(None)
+    assert found.axes["split"]["cifar"].job["data"]["path"] == "$cifar"
+    assert found.job["data"]["path"] == str(grid.DIGITS)
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["low, iid"], ["low, iid"]),
+        (["low", " iid", "high"], ["low, iid", "high"]),  # as a command line divides them
+        (["high", "low", "iid"], ["high", "low, iid"]),
+    ],
+)
+def test_names_with_commas_are_found_in_the_words_of_a_command_line(words: list[str], names: list[str]) -> None:
+    assert grid.match_names("column", words, ["low, iid", "high"]) == names
+    with pytest.raises(JobError, match="column: 'odd' is unknown"):
+        grid.match_names("column", [*words, "odd"], ["low, iid", "high"])
+
+
+def test_pretraining_gives_weights_to_the_network_or_else_to_each_donor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cells, "pretrain_weights", lambda job, pretrain: {"wide": np.zeros(job["model"]["width"])})
+    pretrain = grid.PretrainSettings(data={"path": "x"})
+    donors = [{"name": name, "network": {"name": "plain", "width": width}} for name, width in (("a", 2), ("b", 3))]
+    job = cells.pretrain_networks({"donors": donors}, pretrain, tmp_path)
+    files = [Path(donor["weights"]) for donor in job["donors"]]
+    assert [tensors.decode_tensors(file.read_bytes())["wide"].shape for file in files] == [(2,), (3,)]
+    model = cells.pretrain_networks({"model": {"width": 4}, "donors": donors}, pretrain, tmp_path)["model"]
+    assert tensors.decode_tensors(Path(model["weights"]).read_bytes())["wide"].shape == (4,)
 
 
 def run(tests: Sequence[float | None], *, first: int = 1, **figures: float) -> SeedRun:

@@ -12,7 +12,7 @@ import pytest
 from fedquilt import methods
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.core import JobError, StoreError
+from fedquilt.core import DataError, JobError, StoreError
 from fedquilt.tools.lab import papers
 from fedquilt.tools.lab.papers import cells, grid
 
@@ -112,7 +112,7 @@ def test_without_a_table_they_are_listed(capsys: pytest.CaptureFixture[str]) -> 
         ),
         (["none.toml"], 2, "cannot read none.toml"),
         (["genefl", "--data", ".", "--columns", "a"], 2, "genefl has one column: leave out --columns"),
-        (["fedpews-table2", "--columns", "64k"], 2, "has no column '64k': choose from 32k-1.0"),
+        (["fedpews-table2", "--columns", "64k"], 2, "'64k' is unknown; there are: 32k-1.0"),
         (["fedpews-table6", "--rows", "FedPros"], 2, "'FedPros' is unknown; did you mean 'FedProx'? There are: "),
         (["fedpews-table2", "--data", "."], 2, "table fedpews-table2 needs no --data: leave it out"),
         (["fedsdg"], 3, "table fedsdg needs data: add --data with a folder that contains MNIST's files"),
@@ -230,6 +230,25 @@ def test_a_table_whose_runs_may_fail_has_no_value_for_those_that_did(
     own.write_text("may_fail = true\n" + OWN.replace("[job]", '[job]\nfleet.budgets = ["1MB"]', 1))
     with pytest.raises(JobError, match="2 of 2 runs failed"):
         papers.run_table(grid.read_tables(own)["own"], seeds=[4], columns=["all"], out=tmp_path / "kept")
+
+
+def test_names_whose_data_are_missing_are_left_out_unless_they_are_asked_for() -> None:
+    missing = {"b": "no CIFAR-10 in x"}
+    assert papers.choose_names("row", None, ["a", "b"], missing) == ["a"]
+    assert papers.choose_names("row", ["c", "a"], ["a", "b", "c"], missing) == ["a", "c"]
+    for words, names in ((["b"], ["a", "b"]), (None, ["b"])):
+        with pytest.raises(DataError, match="no CIFAR-10 in x"):
+            papers.choose_names("row", words, names, missing)
+
+
+@pytest.mark.usefixtures("runs_here")
+def test_what_is_left_out_is_shown_with_the_reason(own: Path, tmp_path: Path) -> None:
+    own.write_text(OWN + "[rows.big]\njob.data.path = '$cifar'\n")
+    table = grid.read_tables(own)["own"]
+    result = papers.run_table(table, seeds=[4], rounds=1, columns=["none"], out=tmp_path / "kept")
+    assert list(result["columns"]["none"]) == ["still", "moves"]
+    (line,) = (line for line in papers.format_result(table.grid, result) if line.startswith("left out"))
+    assert line.startswith("left out: big (table own needs data: add --data with a folder that contains CIFAR-10")
 
 
 def told(monkeypatch: pytest.MonkeyPatch, reached: bool) -> None:
