@@ -39,7 +39,7 @@ def _describe_examples(metadata: ExportedModel, reading: DataSpec, source: Graph
     network = metadata.network or {}
     input_table = network.get("input", metadata.input)
     if input_table is not None and "channels" in input_table:
-        return "images with levels from 0 to 1"
+        return "images (channels, height, width), levels from 0 to 1"
     if reading.text is not None:
         return "token numbers"
     if reading.audio is not None:

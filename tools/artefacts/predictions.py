@@ -19,8 +19,11 @@ from fedquilt.formats import table_file
 from fedquilt.tools.artefacts.predictor import Answer, Predictor, StoredExamples
 
 BATCH: Final = 64
-DIGITS: Final = 5  # of a number in text
+DIGITS: Final = 4  # of a number in text
 LARGE_NUMBER: Final = 10.0**DIGITS  # larger numbers have no digits after the point
+DETAILED_METRICS: Final = tuple(  # only in JSON
+    name for name in metrics.METRICS if name.startswith(("macro_", "micro_", "auc", "loss"))
+)
 SCORE: Final = "score: the network's output for the predicted class, not a probability"
 
 
@@ -203,5 +206,5 @@ def _format_cell(value: Any) -> str:
 def _format_metrics(predicted: PredictedExamples) -> list[str]:
     lines = []
     for name, sums in predicted.evaluate().items():
-        lines += table.fold_line(f"{f'{name}: ' if name else ''}{metrics.describe_evaluation(sums)}")
+        lines += table.fold_line(f"{f'{name}: ' if name else ''}{metrics.describe_evaluation(sums, DETAILED_METRICS)}")
     return lines

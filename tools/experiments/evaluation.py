@@ -200,8 +200,8 @@ def _require_test_set(row: StoredJob) -> None:
     except DataError as error:
         reason = str(error).partition(": ")[0]
         raise JobError(
-            f"job {row.job.name!r} has no test set, as {reason}: name a file with labels, as in `fedquilt model evaluate "
-            f"{row.job.name} --data test.csv`"
+            f"job {row.job.name!r} has no test set, as {reason}: name a file with labels, as in `fedquilt model "
+            f"evaluate {row.job.name} --data test.csv`"
         ) from None
 
 
