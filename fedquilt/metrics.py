@@ -96,6 +96,16 @@ def describe_metrics(sums: EvaluationSums, digits: int = 2, skip: Collection[str
     return [text for name, text in texts.items() if name != "auc_error" and name not in skip]
 
 
+def describe_evaluation(sums: EvaluationSums, skip: Collection[str] = ()) -> str:
+    """Return metrics and the number of examples, the main metric first.
+
+    The loss of a regression, the square of the RMSE, is left out.
+    """
+    metric = MAIN_METRICS[sums.task]
+    main, *others = describe_metrics(sums, skip=(*skip, "loss") if sums.task == "regression" else skip)
+    return ", ".join((f"{main} {'of' if metric.share else 'on'} {sums.examples} examples", *others))
+
+
 def axis_label(metric: Metric) -> str:
     return f"{metric.title} %" if metric.share else metric.title
 

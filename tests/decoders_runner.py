@@ -31,7 +31,7 @@ def every(folder: Path) -> dict[str, Decoder]:
     np.savez_compressed(files[3], x=x)
     bodies = [each.getvalue() for each in files]
     for _ in range(20):
-        answers.classify_bytes(bodies[2])
+        answers.predict_bytes(bodies[2])
     kept = drift.make_reference(("mean",), np.arange(60.0)[:, None], np.arange(60) % 2)
 
     def compared(payload: bytes) -> object:
@@ -43,9 +43,7 @@ def every(folder: Path) -> dict[str, Decoder]:
         return found
 
     return {
-        "asked": Decoder(
-            "tools/artefacts/classifier.py", answers.classify_bytes, (DataError,), tuple(bodies), share=0.2
-        ),
+        "asked": Decoder("tools/artefacts/predictor.py", answers.predict_bytes, (DataError,), tuple(bodies), share=0.2),
         "reference": Decoder(
             "tools/operations/inference_server/service.py",
             compared,

@@ -27,9 +27,12 @@ from fedquilt.coordinator.storage.store import Store
 PAGE: Final = "README.md"
 PICTURE: Final = "docs/pictures/dashboard.png"
 NOT_RUN: Final = ["make test", ". .venv-demo/bin/activate"]
-DEMO, SIMULATE, AGAIN, DASH, AGENT, SERVE, RUN, DEVICES, COMPARE = [
+DEMO, SIMULATE, EVALUATE, EXPORT, PREDICT, AGAIN, DASH, AGENT, SERVE, RUN, DEVICES, COMPARE = [
     "make demo",
     "fedquilt simulate flowers.csv --label kind",
+    "fedquilt model evaluate job --data test.csv",
+    "fedquilt model export job --out flowers.onnx",
+    "fedquilt model run flowers.onnx new.csv --out kinds.csv",
     "fedquilt simulate job.toml --devices 20",
     "fedquilt dash --home fedquilt-runs",
     "fedquilt agent agent.toml",
@@ -43,13 +46,18 @@ SIZE: Final = (1085, 640)
 
 def check_output(folder: Path) -> None:
     """Run the README's commands in an empty folder, and require the output that it shows."""
-    named = [DEMO, *NOT_RUN, SIMULATE, AGAIN, DASH, AGENT, SERVE, RUN, DEVICES, COMPARE]
+    named = [DEMO, *NOT_RUN, SIMULATE, EVALUATE, EXPORT, PREDICT, AGAIN, DASH, AGENT, SERVE, RUN, DEVICES, COMPARE]
     assert documents.commands(PAGE) == named
     demo, simulated = documents.blocks(PAGE, "text")
     with documents.Shell(folder) as shell:
         documents.require_lines(demo, shell.run("fedquilt demo"), math.inf)
-        _write_flowers(folder / "flowers.csv")
+        _write_flowers(folder / "flowers.csv", range(300))
         documents.require_lines(simulated, shell.run(SIMULATE), math.inf)
+        _write_flowers(folder / "test.csv", range(7, 300, 10))
+        assert "accuracy 100.00 % of 30 examples" in shell.run(EVALUATE)
+        assert "input x: float32 (n, 2), length, width" in shell.run(EXPORT)
+        _write_flowers(folder / "new.csv", range(3), labelled=False)
+        assert "kinds.csv: 3 predictions" in shell.run(PREDICT)
         shell.run(AGAIN)
         with Dashboard(folder / "fedquilt-runs") as dash:
             dash.until("/api/runs", lambda told: [run.get("status") for run in told["runs"]] == ["done", "done"])
@@ -58,9 +66,11 @@ def check_output(folder: Path) -> None:
         _run_on_a_board(shell)
 
 
-def _write_flowers(file: Path) -> None:
-    rows = [f"{row % 3 + row / 900},{row % 7},{('iris', 'rose', 'lily')[row % 3]}" for row in range(300)]
-    file.write_text("\n".join(["length,width,kind", *rows]) + "\n")
+def _write_flowers(file: Path, numbers: range, *, labelled: bool = True) -> None:
+    rows = [(row % 3 + row / 900, row % 7, ("iris", "rose", "lily")[row % 3]) for row in numbers]
+    columns = 3 if labelled else 2
+    lines = [",".join(map(str, row[:columns])) for row in (("length", "width", "kind"), *rows)]
+    file.write_text("\n".join(lines) + "\n")
 
 
 def _run_on_a_board(shell: documents.Shell) -> None:

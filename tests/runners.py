@@ -35,7 +35,7 @@ class Client:
         return response.status, json.loads(response.read())
 
     def post(self, body: Any, **headers: str) -> tuple[int, Any]:
-        return self.ask("POST", "/v1/classify", body, **headers)
+        return self.ask("POST", "/v1/predict", body, **headers)
 
     def close(self) -> None:
         self._connection.close()

@@ -11,19 +11,29 @@ import numpy as np
 from fedquilt import metrics
 from fedquilt.core import DECODE_ERRORS, DataError, JobError, ModelError, TaskKind
 from fedquilt.data import inputs, reading_settings
+from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.engines import training
 from fedquilt.formats import toml
 from fedquilt.onnx import graph_check
 from fedquilt.onnx.graph_check import Shape
 
 
+class Scale(NamedTuple):
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
 class ExportedModel(NamedTuple):
-    """Metadata of a network written by `fedquilt model export`. Fields of other files are None."""
+    """Metadata of a network written by `fedquilt model export`. Fields of other files are None.
+
+    The graph standardises its inputs by `scale`. The tables have only the preparation outside of the graph.
+    """
 
     input: Mapping[str, Any] | None  # [input] table of a stitched network
     network: Mapping[str, Any] | None  # table of a trained network
     labels: tuple[str, ...] | None  # class names of a stitched network
     reading: Mapping[str, Any]  # settings for reading files in training (fedquilt.data.reading_settings)
+    scale: Scale | None = None  # None if the graph does not standardise
 
     @property
     def task(self) -> TaskKind | None:
@@ -32,7 +42,7 @@ class ExportedModel(NamedTuple):
         return None if self.labels is None else "classes"
 
     def prepare_inputs(self, x: np.ndarray) -> np.ndarray:
-        """Return network inputs (n, ...) in float32 for stored examples (n, ...), as in training."""
+        """Return the graph's inputs (n, ...) in float32 for stored examples (n, ...)."""
         if self.input is not None:
             return inputs.prepare_inputs(x, self.input)
         network = self.network or {}
@@ -42,10 +52,18 @@ class ExportedModel(NamedTuple):
             flat if flat.shape[1] == network.get("inputs") and "channels" not in network.get("input", {}) else prepared
         )
 
+    def standardise(self, prepared: np.ndarray) -> np.ndarray:
+        """Return the graph's inputs as the network gets them after the graph's standardisation."""
+        if self.scale is None:
+            return prepared
+        axes = (-1, 1, 1) if prepared.ndim == 4 else (-1,)
+        mean, std = (np.array(values, np.float32).reshape(axes) for values in self.scale)
+        return (prepared - mean) / std
+
 
 def read_metadata(metadata: Mapping[str, str]) -> ExportedModel:
     """Return the metadata that `fedquilt model export` wrote into a graph, or raise ModelError if damaged."""
-    tables = {name: _decode_entry(metadata, name, dict) for name in ("input", "network", "reading")}
+    tables = {name: _decode_entry(metadata, name, dict) for name in ("input", "network", "reading", "scale")}
     labels = _decode_entry(metadata, "labels", list)
     if tables["input"] is not None:
         _require_input(tables["input"], "input")
@@ -54,8 +72,32 @@ def read_metadata(metadata: Mapping[str, str]) -> ExportedModel:
     settings = tables["reading"] or {}
     _require_reading_settings(settings)
     return ExportedModel(
-        tables["input"], tables["network"], None if labels is None else tuple(map(str, labels)), settings
+        tables["input"],
+        tables["network"],
+        None if labels is None else tuple(map(str, labels)),
+        settings,
+        None if tables["scale"] is None else _convert_scale(tables["scale"]),
     )
+
+
+def output_names(model: ExportedModel, reading: DataSpec, outputs: int | None) -> tuple[str, ...]:
+    """Return the names of classes, labels or numbers that the network predicts, or () if unknown.
+
+    Args:
+        model: The metadata.
+        reading: The metadata's reading settings as a [data] table.
+        outputs: Number of outputs that the graph declares, or None.
+    """
+    if model.task in ("regression", "labels"):
+        return reading_settings.target_names(reading, outputs) if outputs else ()
+    return model.labels or reading.labels or tuple(map(str, range(outputs or 0)))
+
+
+def _convert_scale(table: Mapping[str, Any]) -> Scale:
+    try:
+        return msgspec.convert([table.get("mean"), table.get("std")], Scale)
+    except msgspec.ValidationError as error:
+        raise _metadata_error("scale", error) from None
 
 
 def _require_network(network: Mapping[str, Any]) -> None:

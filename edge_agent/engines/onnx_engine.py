@@ -198,6 +198,11 @@ class OnnxEngine:
     def input_shape(self, graph: Path) -> Shape:
         return execution_providers.check_graph(graph).input_shape
 
+    def output_count(self, graph: Path) -> int | None:
+        """Return the declared number of outputs of an example, or None if undeclared or of more than one axis."""
+        shape = execution_providers.check_graph(graph).outputs[0].shape
+        return shape[1] if shape is not None and len(shape) == 2 else None
+
     def input_type(self, graph: Path) -> np.dtype[Any]:
         return _input_type(self._load_graph(graph).session)
 

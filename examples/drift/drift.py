@@ -87,9 +87,11 @@ def serve(x: np.ndarray, y: np.ndarray, port: int, count: int) -> float:
     for _ in range(count // 20):
         rows, file = draws.integers(len(y), size=20), io.BytesIO()
         np.savez(file, x=x[rows], y=y[rows])
-        connection.request("POST", "/v1/classify", file.getvalue())
+        connection.request("POST", "/v1/predict", file.getvalue())
         answers = json.loads(connection.getresponse().read())["answers"]
-        correct += sum(answer["class"] == label for answer, label in zip(answers, y[rows].tolist(), strict=True))
+        correct += sum(
+            answer["prediction"] == str(label) for answer, label in zip(answers, y[rows].tolist(), strict=True)
+        )
     return correct / (count // 20 * 20)
 
 

@@ -17,7 +17,7 @@ from fedquilt.coordinator.storage.store import MAX_COORDINATOR_GAP_S, InactiveRu
 from fedquilt.coordinator.views import event_messages, round_outcomes, scores
 from fedquilt.coordinator.views.run_summary import RunSummary, is_of_final_evaluation, summarise_events
 from fedquilt.core import StoreError
-from fedquilt.formats import toml
+from fedquilt.formats import table_file, toml
 from fedquilt.tools.report import columns
 
 if TYPE_CHECKING:
@@ -59,6 +59,22 @@ class Table:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for values in zip(*self.columns.values(), strict=True):
             yield dict(zip(self.columns, values, strict=True))
+
+    def write(self, path: str | Path) -> Path:
+        """Write the table to a file, in the format of the suffix: .csv or .json.
+
+        Args:
+            path: Path of the file.
+
+        Returns:
+            The path.
+
+        Raises:
+            JobError: If the suffix is unknown.
+            StoreError: If the file cannot be written.
+        """
+        table_file.write_table(Path(path), tuple(self.columns), self)
+        return Path(path)
 
     def to_pandas(self) -> pd.DataFrame:
         """Return the table as a pandas data frame. Unknown values become NaN or None.

@@ -19,12 +19,13 @@ model.add_operator_verbs("results")
 @model.command()
 @argument("network", "The ONNX file that `model export` wrote.", type=options.PATH)
 @argument("examples", "A folder, an image, recording, text or table, or an .npz.", type=options.PATH)
+@option("--out", type=options.PATH, metavar="FILE", help="Write the predictions to a .csv or .json file.")
 @options.format_option
-def run(network: Path, examples: Path, format: str) -> int:
-    """Classify examples with an exported ONNX network."""
-    from fedquilt.tools.artefacts import classifier as tool
+def run(network: Path, examples: Path, out: Path | None, format: str) -> int:
+    """Predict examples with an exported ONNX network."""
+    from fedquilt.tools.artefacts import predictions as tool
 
-    return tool.print_predictions(network, examples, format)
+    return tool.print_predictions(network, examples, format, out)
 
 
 @model.command()

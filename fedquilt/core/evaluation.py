@@ -13,6 +13,8 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Final, NamedTuple
 
+import msgspec
+
 from fedquilt.core import MAX_DETAILED_OUTPUTS, EvaluationSums, TaskKind, UpdateError
 from fedquilt.core.messages import MAX_CLASS_SHARES
 
@@ -323,6 +325,26 @@ def compute_metrics(sums: EvaluationSums) -> dict[str, float]:
             found["exact_match"] = sums.exact_matches / sums.examples
         found |= {**_compute_precision_and_recall(outcomes, balanced=sums.task == "classes"), **_compute_auc(sums)}
     return {**found, "loss": math.fsum(sums.loss) / sums.examples}
+
+
+def rescale_errors(sums: EvaluationSums, std: float) -> EvaluationSums:
+    """Return the evaluation of a regression whose errors are multiplied by `std`, the unit of all targets."""
+
+    def scale(parts: tuple[float, ...], factor: float) -> tuple[float, ...]:
+        return tuple(part * factor for part in parts)
+
+    def scale_all(columns: Iterable[tuple[float, ...]], factor: float) -> tuple[tuple[float, ...], ...]:
+        return tuple(scale(parts, factor) for parts in columns)
+
+    return msgspec.structs.replace(
+        sums,
+        loss=scale(sums.loss, std**2),
+        absolute_errors=scale(sums.absolute_errors, std),
+        squared_errors=scale_all(sums.squared_errors, std**2),
+        targets=scale_all(sums.targets, std),
+        target_squares=scale_all(sums.target_squares, std**2),
+        device_values=tuple((value * std, count) for value, count in sums.device_values),
+    )
 
 
 def summarise_over_devices(sums: EvaluationSums, *, higher: bool) -> MetricOverDevices | None:

@@ -214,6 +214,14 @@ class Artefact:
     meta: Mapping[str, Any]
     tensors: Tensors
 
+    @property
+    def untrained_tensors(self) -> Sequence[str]:
+        """Names of the network's tensors with initial values, whose trained values stay on devices.
+
+        They are those in `meta["untrained"]`, or else those in `meta["private"]`.
+        """
+        return self.meta.get("untrained", self.meta.get("private", ()))
+
 
 @dataclass(frozen=True)
 class EvaluationRound:

@@ -105,6 +105,25 @@ def spec_with_settings(settings: Mapping[str, Any], table: Mapping[str, Any]) ->
     return DataSpec.parse({**table, **settings})
 
 
+def input_names(spec: DataSpec) -> tuple[str, ...]:
+    """Return the names of the numbers of an example in a table, "column=word" for each word, or () for other data."""
+    if isinstance(spec.x, str) or spec.audio is not None or spec.text is not None:
+        return ()
+    from fedquilt.data.readers.table import feature_names
+
+    return feature_names(spec, spec.x)
+
+
+def target_names(spec: DataSpec, outputs: int) -> tuple[str, ...]:
+    """Return the names of the numbers or labels that a network predicts."""
+    columns = spec.y if isinstance(spec.y, tuple) else (spec.y or "y",)
+    names = spec.labels if spec.task == "labels" and spec.labels else columns
+    if len(names) == outputs:
+        return names
+    prefix = "" if spec.task == "labels" else f"{names[0]} "
+    return tuple(f"{prefix}{index}" for index in range(outputs))
+
+
 def _input_columns(spec: DataSpec) -> tuple[str, ...]:
     from fedquilt.data.readers import table
 

@@ -440,7 +440,13 @@ def result(state: State) -> core.Artefact:
     for k, cluster in enumerate(state.clusters):
         layer_tensors.update({f"{k}/{name}": array for part in cluster.values() for name, array in part.items()})
     genes = {str(k): list(gene) for k, gene in enumerate(state.genes)}
-    meta = {"network": tensor_register.without_register(state.network), "genes": genes, "members": list(state.members)}
+    shared = {name for cluster in state.clusters for part in cluster.values() for name in part}
+    meta = {
+        "network": tensor_register.without_register(state.network),
+        "genes": genes,
+        "members": list(state.members),
+        "untrained": sorted(state.model.keys() - shared),
+    }
     return core.Artefact("genes", meta, layer_tensors)
 
 

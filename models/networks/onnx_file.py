@@ -14,7 +14,7 @@ from torch import nn
 
 from fedquilt.core import ModelError, Tensors
 from fedquilt.core.errors import first_line
-from fedquilt.models.networks import registry, traces
+from fedquilt.models.networks import onnx_scaling, registry, traces
 
 OPSET = 17  # onnxruntime 1.19 and later: what JetPack 5 can install
 
@@ -59,9 +59,11 @@ def trace_to_onnx(
 
 
 def export_network(network: Mapping[str, Any], weights: Tensors, reading: Mapping[str, Any] | None = None) -> bytes:
-    """Return the network with its weights as ONNX: "x" (n, ...) float32 to "y" (n, classes).
+    """Return the network with its weights as ONNX: "x" (n, ...) float32 to "y" (n, outputs).
 
-    The file's metadata has the network's table under "network" and its reading settings under "reading".
+    The graph standardises its inputs, and rescales the numbers of a regression to their units. The file's metadata has
+    the network's table under "network" and its reading settings under "reading", both without these scales, and the
+    mean and std of the inputs under "scale".
     """
     model = registry.build_network(network)
     network_state = model.state_dict()
@@ -75,7 +77,7 @@ def export_network(network: Mapping[str, Any], weights: Tensors, reading: Mappin
     proto = trace_to_onnx(
         model.eval(), registry.input_shape(network), f"network {network.get('name')!r}", "export it as .safetensors"
     )
-    return _serialise_with_metadata(proto, network, reading)
+    return _serialise_with_scales(proto, network, reading or {})
 
 
 def export_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any] | None = None) -> bytes:
@@ -94,13 +96,19 @@ def export_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any
         raise ModelError(f"the ONNX of {name} has no tensor {odd[0]!r}, so devices cannot insert weights: {fix}")
     for tensor_name in float_tensors:
         graphs[tensor_name].ClearField("raw_data")
-    return _serialise_with_metadata(proto, network, reading)
+    return _serialise_with_scales(proto, network, reading or {})
 
 
-def _serialise_with_metadata(
-    proto: onnx.ModelProto, network: Mapping[str, Any], reading: Mapping[str, Any] | None
-) -> bytes:
+def _serialise_with_scales(proto: onnx.ModelProto, network: Mapping[str, Any], reading: Mapping[str, Any]) -> bytes:
+    table, settings = dict(network), dict(reading)
+    tables: dict[str, Any] = {"network": table, "reading": settings}
+    if (input_table := network.get("input")) is not None:
+        table["input"] = onnx_scaling.outside_input(input_table)
+        if scale := onnx_scaling.input_scale(input_table, registry.input_shape(network)):
+            onnx_scaling.standardise_inputs(proto, scale)
+            tables["scale"] = scale.to_table()
+    if target := settings.pop("target", None):
+        onnx_scaling.rescale_outputs(proto, target["mean"], target["std"])
     proto.producer_name, proto.producer_version = "fedquilt", ""
-    tables = {"network": dict(network), "reading": dict(reading or {})}
     onnx.helper.set_model_props(proto, {name: json.dumps(table, sort_keys=True) for name, table in tables.items()})
     return bytes(proto.SerializeToString(deterministic=True))

@@ -27,7 +27,7 @@ from fedquilt.security import enrolment
 from fedquilt.tools.identity.authority import CertificateAuthority, clock_s
 from fedquilt.tools.identity.endpoint import EnrolmentServer
 
-BODIES = (enrolment.ENROL, "/v1/classify", "/api/session")
+BODIES = (enrolment.ENROL, "/v1/predict", "/api/session")
 HALF = "GET / HTTP/1.1\nHost: 127.0.0.1\nX: "
 BODY = "POST {} HTTP/1.1\nHost: 127.0.0.1\nOrigin: http://127.0.0.1\nContent-Length: 1000\n\n{{"
 ROOT = Path(__file__).parents[2]
@@ -275,7 +275,7 @@ def test_a_huge_header_is_refused(patient: Listener) -> None:
 def test_connections_beyond_all_places_end_without_a_traceback(
     patient: Listener, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with flood(patient, 40, BODY.format("/v1/classify")), flood(patient, 40, patient.large or "GET "):
+    with flood(patient, 40, BODY.format("/v1/predict")), flood(patient, 40, patient.large or "GET "):
         assert patient.status(OTHER) == 200
     wait_until(lambda: patient.status(FLOODER) == 200, "a place")
     said = "".join((caplog.text, *capfd.readouterr(), patient.log.read_text() if patient.log else ""))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fedquilt.coordinator import settings
+from fedquilt.core import evaluation as core_evaluation
 from fedquilt.data import inputs
 from fedquilt.methods import fedstitch
 from fedquilt.models.stitching import stitched_network
@@ -23,7 +24,7 @@ def test_donors_of_time_series_are_stitched_and_exported(tmp_path):
     pytest.importorskip("torch", reason="donors are trained and cut by torch")
     onnx_engine = pytest.importorskip("fedquilt.edge_agent.engines.onnx_engine")
     from fedquilt.models.stitching.onnx import export
-    from fedquilt.tools.artefacts.classifier import compute_accuracy, run_model
+    from fedquilt.tools.artefacts.predictions import predict_examples
 
     for name in ("timeseries", EXAMPLE.name):
         shutil.copytree(EXAMPLE.parent / name, tmp_path / name, ignore=shutil.ignore_patterns("data", "donors"))
@@ -43,9 +44,8 @@ def test_donors_of_time_series_are_stitched_and_exported(tmp_path):
     files = {name: tmp_path / "bundle" / "blobs" / ref.sha256 for name, ref in made.files.items()}
     (tmp_path / "net.onnx").write_bytes(export.export_stitched(found.meta, found.tensors, stock.blocks, files))
     np.savez(tmp_path / "test.npz", x=test.x, y=test.y)
-    right = compute_accuracy(run_model(tmp_path / "net.onnx", tmp_path / "test.npz"))
-    assert right is not None
-    assert right > 0.9
+    predicted = predict_examples(tmp_path / "net.onnx", tmp_path / "test.npz")
+    assert core_evaluation.main_metric_value(predicted.evaluate()[""]) > 0.9
     x = inputs.prepare_inputs(test.x, found.meta["input"])
 
     def run(block, maps):

@@ -177,13 +177,14 @@ class ReleaseChecks:
         self._wait_until_answered(self._current_model())
         with np.load(demo.HERE / "digits.npz") as digits, io.BytesIO() as file:
             np.save(file, digits["x_test"][0])
-            truth, said = int(digits["y_test"][0]), self._send_request("POST", "/v1/classify", file.getvalue())
+            truth, said = int(digits["y_test"][0]), self._send_request("POST", "/v1/predict", file.getvalue())
         owner = self.board.unit_properties(RUNNER)["User"]
         as_user = ("setpriv", f"--reuid={USER}", f"--regid={USER}", "--init-groups")
         for does in (("ls", "/var/lib/fedquilt"), ("rm", f"{MODELS}/current"), ("cat", "/etc/fedquilt/device.key")):
             if self.board.error_of(*as_user, *does) is None:
                 raise JobError(f"the runner's user may {' '.join(does)}")
-        return f"{said['class']} for a {truth}; as {owner}, who may neither read the agent's home nor exchange a model"
+        forbidden = "who may neither read the agent's home nor exchange a model"
+        return f"{said['prediction']} for a {truth}; as {owner}, {forbidden}"
 
     def _check_model_change(self) -> str:
         first = self._current_model()

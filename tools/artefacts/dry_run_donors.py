@@ -106,10 +106,10 @@ def _export_and_run_stitched(
     meta: Mapping[str, Any], arrays: Tensors, pool: DonorPool, graphs: Mapping[str, Path], examples: Examples
 ) -> None:
     from fedquilt.models.stitching.onnx import export
-    from fedquilt.tools.artefacts.classifier import Classifier
+    from fedquilt.tools.artefacts.predictor import Predictor
 
     with tempfile.TemporaryDirectory() as temporary_folder:
         file = Path(temporary_folder) / "network.onnx"
         file.write_bytes(export.export_stitched(meta, arrays, pool.blocks, graphs))
-        network = Classifier(file)
+        network = Predictor(file)
         network.compute_scores(network.prepare_inputs(examples.x[: dry_run.EXAMPLES]))

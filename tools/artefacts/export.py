@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,6 +15,7 @@ from fedquilt.arrays import tensors
 from fedquilt.blobs.chunks import ref_from_bytes
 from fedquilt.console import units
 from fedquilt.coordinator.rounds.events import JobStarted, RoundCommitted
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.updates.tasks import make_task
 from fedquilt.core import Artefact, BlobRef, DeviceView, JobError, Method, ModelError, StoreError, TaskSpec, evaluation
@@ -28,7 +29,7 @@ def load_result(store: Store, run: str, *, best: bool = False, candidate: int | 
     With `candidate`, return the candidate with this number instead of the chosen one. Raise JobError without a result.
     """
     row = store.find_job(run)
-    state, method = load_state(store, row, best=best), methods.load(row.job.method)
+    state, method = load_state(store, row, best=best).value, methods.load(row.job.method)
     if candidate is None:
         return method.result(state)
     if method.candidate is None:
@@ -36,8 +37,15 @@ def load_result(store: Store, run: str, *, best: bool = False, candidate: int | 
     return method.candidate(state, candidate)
 
 
-def load_state(store: Store, row: StoredJob, *, best: bool = False) -> Any:
-    latest, evaluated, _ = _find_states(store, row)
+class FoundState(NamedTuple):
+    value: Any
+    rounds: int  # that led to the state
+    sha256: str
+
+
+def load_state(store: Store, row: StoredJob, *, best: bool = False) -> FoundState:
+    """Return the state after the last committed round, or after the round with the best evaluation by devices."""
+    latest, evaluated, rounds, best_rounds = _find_states(store, row)
     ref = evaluated if best else latest
     if latest is None:
         raise JobError(f"{row.id} is {row.status} and has no state yet: wait until its first round starts")
@@ -50,7 +58,8 @@ def load_state(store: Store, row: StoredJob, *, best: bool = False) -> Any:
     if path is None:
         raise StoreError(f"the state of {row.id} ({ref.sha256[:12]}) is missing or damaged: restore {store.home}")
     try:
-        return tensors.unpack_state(path.read_bytes(), methods.load(row.job.method).state)
+        value: Any = tensors.unpack_state(path.read_bytes(), methods.load(row.job.method).state)
+        return FoundState(value, best_rounds if best else rounds, ref.sha256)
     except StoreError as error:
         if row.bundle.parent.name == "sites":
             raise JobError(f"{row.id} is a site's round ({store.home}): export at the parent coordinator") from None
@@ -59,17 +68,18 @@ def load_state(store: Store, row: StoredJob, *, best: bool = False) -> Any:
         ) from None
 
 
-def _find_states(store: Store, row: StoredJob) -> tuple[BlobRef | None, BlobRef | None, int]:
-    """Return the latest state, the best evaluated state, and the number of rounds that led to the best."""
+def _find_states(store: Store, row: StoredJob) -> tuple[BlobRef | None, BlobRef | None, int, int]:
+    """Return the latest state, the best evaluated state, and the number of rounds that led to each."""
     latest_state: BlobRef | None = None
-    best_state, best_rounds, rounds = latest_state, 0, 0
+    best_state, rounds, best_rounds = latest_state, 0, 0
+    job_state = JobState(JobConstants.from_job(row.job))
     for _, _, event in store.read_events(row.id):
-        if isinstance(event, RoundCommitted):
-            best_state, best_rounds = (latest_state, rounds) if event.best else (best_state, best_rounds)
-            rounds += not event.is_evaluation_round
-        if isinstance(event, JobStarted | RoundCommitted):
-            latest_state = event.state
-    return latest_state, best_state, best_rounds
+        job_state = apply_event(job_state, event, 0.0)
+        if isinstance(event, RoundCommitted) and event.best:
+            best_state, best_rounds = latest_state, rounds
+        if isinstance(event, JobStarted | RoundCommitted) and event.state != latest_state:
+            latest_state, rounds = event.state, job_state.completed_rounds  # an evaluation leaves the state unchanged
+    return latest_state, best_state, rounds, best_rounds
 
 
 def export_result(store: Store, run: str, out: Path, *, best: bool = False, candidate: int | None = None) -> str:
@@ -98,9 +108,10 @@ def export_result(store: Store, run: str, out: Path, *, best: bool = False, cand
     except OSError as error:
         raise StoreError(f"cannot write {out}: {error.strerror}") from None
     if best:
-        label = f"{label}, after {_find_states(store, row)[2]} rounds, the best that devices evaluated"
-    if artefact.tensors and artefact.tensors.keys() <= set(artefact.meta.get("private", ())):
-        label = f"{label}, untrained: {row.job.method} leaves the trained networks on devices"
+        label = f"{label}, after {_find_states(store, row)[3]} rounds, the best that devices evaluated"
+    if untrained := artefact.tensors.keys() & set(artefact.untrained_tensors):
+        label = f"{label}, {len(untrained)} of {len(artefact.tensors)} tensors untrained: {row.job.method} leaves the"
+        label = f"{label} trained ones on devices"
     return f"{out}: {units.format_bytes(len(payload))}, {label}{_describe_unfinished(store, row)}"
 
 
@@ -111,7 +122,7 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
     network. Raise JobError before the run is done, or if devices cannot complete the network.
     """
     row = store.find_job(run)
-    state, method = load_state(store, row), methods.load(row.job.method)
+    state, method = load_state(store, row).value, methods.load(row.job.method)
     if (status := store.current_status(row)) != "done":
         raise JobError(f"{row.id} is {status} and has no result yet: continue the run with `fedquilt resume {row.id}`")
     artefact = method.result(state)
@@ -245,7 +256,5 @@ def _reading_settings(row: StoredJob) -> Mapping[str, Any]:
 def _describe_unfinished(store: Store, row: StoredJob) -> str:
     if (status := store.current_status(row)) == "done":
         return ""
-    rounds = sum(
-        isinstance(event, RoundCommitted) and not event.is_evaluation_round for _, _, event in store.read_events(row.id)
-    )
+    rounds = _find_states(store, row)[2]
     return f"; no final result: {row.id} is {status}, after {rounds} of at most {row.job.rounds} rounds"

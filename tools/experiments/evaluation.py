@@ -31,11 +31,23 @@ from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.views import run_summary, scores
 from fedquilt.coordinator.views.scores import EvaluationScore, HeldOutScore, RunScores
-from fedquilt.core import BlobRef, DeviceView, EvaluationSums, Examples, Method, Profile, StoreError, evaluation
-from fedquilt.data import examples
+from fedquilt.core import (
+    BlobRef,
+    DataError,
+    DeviceView,
+    EvaluationSums,
+    Examples,
+    JobError,
+    Method,
+    Profile,
+    StoreError,
+    evaluation,
+)
+from fedquilt.data import examples, readers
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
 from fedquilt.formats import job_bundle
+from fedquilt.tools.artefacts import export
 from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation.local_backend import make_task_and_context
 from fedquilt.tools.simulation.pool import ScratchFolder
@@ -77,6 +89,8 @@ class Evaluator:
         """Return the score of a state on the test set, or None if the method has nothing to evaluate yet."""
         if self.method.check is None:
             return self._score_stitched(state, rounds, sha256)
+        if self.method.traits.private_data:
+            self._require_trained_result(state)
         engine = self._get_engine(self.job.engine or _choose_engine(self.method))
         spec = self.method.send(state, self._make_device_view(engine.name, budget_bytes))
         if spec is None:
@@ -93,6 +107,14 @@ class Evaluator:
                 path_of_blob=self._find_blob,
             )
             return score_from_sums(self.method.check(*task_and_context), rounds, sha256)
+
+    def _require_trained_result(self, state: Any) -> None:
+        if untrained := self.method.result(state).untrained_tensors:
+            raise JobError(
+                f"{self.job.method} leaves {len(untrained)} trained tensors ({untrained[0]}, ...) on devices, so the "
+                "run has no whole network for a test set: set [check] every = 1, and read the devices' own accuracy "
+                "in `fedquilt report`"
+            )
 
     def _make_device_view(self, engine: str, budget_bytes: int) -> DeviceView:
         profile = Profile(
@@ -151,6 +173,7 @@ def evaluate_run(
     With `follow`, new states are scored until the run has ended.
     """
     row = store.find_job(run)
+    _require_test_set(row)
     all_scores, states = scores.read_scores(store.home, row), _StateReader(store, row)
     with Evaluator(row.job, row.bundle) as evaluator:
         while True:
@@ -167,6 +190,68 @@ def evaluate_run(
                 return all_scores
             else:
                 sleep(POLL_S)
+
+
+def _require_test_set(row: StoredJob) -> None:
+    if row.job.test:
+        return
+    try:
+        load_test_set(row.job)
+    except DataError as error:
+        reason = str(error).partition(": ")[0]
+        raise JobError(
+            f"job {row.job.name!r} has no test set, as {reason}: name a file with labels, as in `fedquilt model "
+            f"evaluate {row.job.name} --data test.csv`"
+        ) from None
+
+
+def evaluate_state(store: Store, run: str, *, best: bool = False, data: Path | None = None) -> RunScores:
+    """Score one state of a run, and return the score without storing it.
+
+    Args:
+        store: Store of the run.
+        run: Id of the run, or name of its job.
+        best: Whether to score the state with the best evaluation by devices, not the last one.
+        data: File or folder to evaluate on, read as in training, or None for the job's test set.
+
+    Raises:
+        JobError: If there is no such state, or the method has no whole network.
+        DataError: If the examples cannot be read.
+    """
+    row = store.find_job(run)
+    job = row.job if data is None else msgspec.structs.replace(row.job, test=_make_test_settings(row.job, data))
+    state = export.load_state(store, row, best=best)
+    with Evaluator(job, row.bundle) as evaluator:
+        score = evaluator.score(state.value, state.rounds, state.sha256)
+    return RunScores(scores.make_test_table(job), () if score is None else (score,))
+
+
+def _make_test_settings(job: JobSettings, data: Path) -> dict[str, str]:
+    table = {"path": str(data), "split": "train"}
+    spec = DataSpec.parse({**scores.make_test_table(msgspec.structs.replace(job, test=table)), **table})
+    return {**table, "split": "test"} if readers.has_test_split(data, spec) else table
+
+
+def convert_to_units(run_scores: RunScores, job: JobSettings) -> RunScores:
+    """Return scores with the errors of a regression in the unit of its targets.
+
+    Errors remain in standard deviations if [data] target has different ones.
+    """
+    stds = set((job.data.get("target") or {}).get("std", ()))
+    if len(stds) != 1:
+        return run_scores
+    (std,) = stds
+    converted = tuple(_convert_score(score, std) for score in run_scores.scores)
+    return msgspec.structs.replace(run_scores, scores=converted)
+
+
+def _convert_score(score: EvaluationScore, std: float) -> EvaluationScore:
+    if score.evaluation is None:
+        return score
+    loss = None if score.loss is None else score.loss * std**2
+    return msgspec.structs.replace(
+        score, value=score.value * std, loss=loss, evaluation=evaluation.rescale_errors(score.evaluation, std)
+    )
 
 
 class _StateReader:
@@ -211,9 +296,9 @@ def _score_latest_if_new(
 def format_score(score: EvaluationScore, matrix: bool = False) -> list[str]:
     """Return lines about a score and, if `matrix` is set and fits the terminal, its confusion matrix."""
     metric, sums = metrics.METRICS[score.metric], score.evaluation
-    value = f"test {metric.title} {metrics.format_value(metric, score.value)} on {score.examples} examples"
-    parts = [value, *(metrics.describe_metrics(sums)[1:] if sums else ())]
-    score_lines = table.fold_line(f"after {score.rounds} rounds: {', '.join(parts)}")
+    value = f"{metric.title} {metrics.format_value(metric, score.value)} on {score.examples} examples"  # stitched
+    text = value if sums is None else metrics.describe_evaluation(sums)
+    score_lines = table.fold_line(f"after {score.rounds} rounds: test {text}")
     if not matrix or sums is None or (rows := evaluation.confusion_matrix(sums)) is None:
         return score_lines
     head = ["true, predicted", *map(str, range(len(rows)))]

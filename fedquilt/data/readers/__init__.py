@@ -106,6 +106,13 @@ def detect_format(path: Path, spec: DataSpec) -> str:
     return TABLES.get(path.suffix.lower(), "idx" if images.IDX_IMAGES.match(path.name) else "npz")
 
 
+def has_test_split(path: Path, spec: DataSpec) -> bool:
+    """Return whether a file or folder has a split "test" besides other examples."""
+    if path.is_dir():
+        return (path / "test").is_dir() or bool(table.find_split_tables(path, "test"))
+    return detect_format(path, spec) == "npz" and "x_test" in arrays.list_arrays(path)
+
+
 def open_sources(spec: DataSpec) -> ExampleReader:
     """Return a reader of the spec's source, or of all its `sources`, with images resized if requested."""
     if not spec.sources:

@@ -53,14 +53,6 @@ class ColumnDecoder:
                 f"{self._y[0]!r} as [data] labels"
             )
 
-    def feature_names(self, x: Sequence[str]) -> tuple[str, ...]:
-        """Return the names of the inputs from these columns, "column=word" for each word of a category."""
-        names: list[str] = []
-        for name in x:
-            kinds = self._spec.categories.get(name)
-            names += [name] if kinds is None else [f"{name}={kind}" for kind in kinds]
-        return tuple(names)
-
     def decode_inputs(self, chunk: TableChunk, x: Sequence[str]) -> np.ndarray:
         """Return the inputs (rows, features) float32. A category has a feature of 0 or 1 for each word."""
         parts = []
@@ -243,6 +235,15 @@ class InputColumns(NamedTuple):
     owner: str
 
 
+def feature_names(spec: DataSpec, x: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the inputs from these columns, "column=word" for each word of a category."""
+    names: list[str] = []
+    for name in x:
+        words = spec.categories.get(name)
+        names += [name] if words is None else [f"{name}={word}" for word in words]
+    return tuple(names)
+
+
 def open_table(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleReader:
     """Read a table, and return a reader of its rows or windows. Without `labelled`, all labels are 0."""
     file = find_table(path, spec)
@@ -306,7 +307,7 @@ def read_rows(
     labels = np.concatenate(y)
     if not len(labels):
         raise DataError(f"{file} has a header but no rows: write {row_noun} in each row")
-    return TableRows(x, labels, np.concatenate(owner) if owner else None, decoder.feature_names(roles.x))
+    return TableRows(x, labels, np.concatenate(owner) if owner else None, feature_names(spec, roles.x))
 
 
 def category_words(path: Path, spec: DataSpec, names: Sequence[str]) -> dict[str, tuple[str, ...]]:

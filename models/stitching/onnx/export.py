@@ -1,12 +1,13 @@
 """Export of a stitched network as one ONNX file.
 
-Input "x": prepared examples (n, ...) float32 (`data.inputs.prepare_inputs`), images as (n, channels, size, size).
+Input "x": examples (n, ...) float32, images as (n, channels, size, size) with levels from 0 to 1. The graph first
+standardises them, as the donors were trained.
 Output "scores": (n, labels), of which the largest is the prediction. Paths are parallel. Their common prefixes, and the
 weights of a block in several paths, are stored once. A junction (`fedquilt.models.stitching.stitched_network`) consists
 of two constant products that resize and a 1x1 convolution, in the same order as on the agents. The taps are pooled,
 concatenated and passed to one linear layer. The file's metadata has the labels, the parameters for preparing examples
-and the paths, as JSON under "labels", "input", "reading" and "taps". A cascade takes one example at a time, and an `If`
-holds the blocks that only some examples need. Requires onnx.
+and the paths, as JSON under "labels", "input", "scale", "reading" and "taps". A cascade takes one example at a time,
+and an `If` holds the blocks that only some examples need. Requires onnx.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from fedquilt.core import ModelError, Tensors
 from fedquilt.data import inputs
+from fedquilt.models.networks import onnx_scaling
 from fedquilt.models.stitching.onnx import memory
 from fedquilt.models.stitching.stitched_network import (
     Block,
@@ -63,7 +65,9 @@ def export_stitched(
     builder, early = _GraphBuilder(), network.early
     early_prefixes = path_prefixes(early.taps) if early is not None else []
     prefixes = list(dict.fromkeys([*early_prefixes, *path_prefixes(network.taps)]))
-    values: dict[tuple[str, ...], str] = {(): "x"}
+    in_shape = blocks[prefixes[0][-1]].in_shape
+    scale = onnx_scaling.input_scale(meta["input"], in_shape)
+    values: dict[tuple[str, ...], str] = {(): "x" if scale is None else builder.add_standardisation("x", scale)}
     if early is not None:
         _add_prefix_blocks(builder, network, early_prefixes, values, blocks, files)
         ends = [(values[tap], blocks[tap[-1]].out_shape) for tap in early.taps]
@@ -75,7 +79,7 @@ def export_stitched(
         if network.head is not None
         else builder.add_alignment(ends[0][0], network.align)
     )
-    shapes = blocks[prefixes[0][-1]].in_shape, (len(meta["labels"]),)
+    shapes = in_shape, (len(meta["labels"]),)
     if early is None:
         builder.add_node("Identity", [scores], "scores")
         model = builder.make_model("n", *shapes)
@@ -87,16 +91,19 @@ def export_stitched(
         if alive is not None:  # the runtime holds all inputs of a branch while the branch runs
             read_values = {name for node in later_nodes for name in node.input}
             alive += sum(4 * prod(blocks[ids[-1]].out_shape) for ids in early_prefixes if values[ids] in read_values)
+            alive += 4 * prod(in_shape) if scale is not None and values[()] in read_values else 0
         builder.nodes = first_nodes
         builder.add_node("Identity", [builder.add_choice(first_scores, scores, later_nodes, early.margin)], "scores")
         model = builder.make_model(1, *shapes)  # each example takes its own branch
     properties = {
         "labels": json.dumps(list(meta["labels"])),
-        "input": json.dumps(dict(meta["input"])),
+        "input": json.dumps(onnx_scaling.outside_input(meta["input"])),
         "reading": json.dumps(dict(reading or {}), sort_keys=True),
         "taps": json.dumps([list(tap) for tap in network.taps]),
         "weight_bytes": str(sum(len(tensor.raw_data) for tensor in builder.initializers)),
     }
+    if scale is not None:
+        properties["scale"] = json.dumps(scale.to_table())
     if model.ByteSize() > LARGEST_BYTES:
         raise ModelError(
             f"the stitched network has {model.ByteSize() / 1e9:.1f} GB, an ONNX file at most 2 GB: set `budget_mb`"
@@ -185,6 +192,12 @@ class _GraphBuilder:
     def add_constant(self, name: str, array: np.ndarray) -> str:
         self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
         return name
+
+    def add_standardisation(self, value: str, scale: onnx_scaling.InputScale) -> str:
+        added = onnx_scaling.standardise_value(value, scale, f"{value}/standardised")
+        self.nodes += added.nodes
+        self.initializers += added.constants
+        return f"{value}/standardised"
 
     def add_stage(self, value: str, graphs: Sequence[onnx.GraphProto], prefix: str, home: str) -> str:
         if len(graphs) == 1:

@@ -24,7 +24,8 @@ from fedquilt.edge_agent.releases import check_process
 from fedquilt.edge_agent.task.protocol import CheckRequest
 from fedquilt.models.networks import onnx_file
 from fedquilt.tools.artefacts import prepare
-from fedquilt.tools.artefacts.classifier import Classifier, run_model
+from fedquilt.tools.artefacts.predictions import predict_examples
+from fedquilt.tools.artefacts.predictor import Predictor
 from fedquilt.tools.operations.inference_server.service import ModelService, ModelSwitcher
 
 pytest.importorskip("torch", reason="a network is exported by torch")
@@ -166,23 +167,26 @@ CASES = {
 }
 
 
-def exported_model(case: Case, folder: Path) -> tuple[Path, Mapping[str, Any]]:
+def exported_model(case: Case, folder: Path) -> tuple[Path, Mapping[str, Any], Mapping[str, Any]]:
+    """The file, the job's [data] table, and the network's table with all scales."""
     job = {**case.job, "data": complete_data_table(case.job["data"])}
     made = prepare.prepare_bundle(job, folder / "bundle")
     weights = tensors.decode_tensors((folder / "bundle" / "blobs" / made.files["model"].sha256).read_bytes())
     file = folder / "model.onnx"
     file.write_bytes(onnx_file.export_network(made.meta["network"], weights, made.meta["reading"]))
-    return file, job["data"]
+    return file, job["data"], made.meta["network"]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_consumer_reads_the_same_tensor(name: str, tmp_path: Path) -> None:
     case = CASES[name](tmp_path / "data")
-    model, data = exported_model(case, tmp_path)
-    network = Classifier(model)
+    model, data, table = exported_model(case, tmp_path)
+    network = Predictor(model)
     about = engines_exported_model.read_metadata(network._engine.read_metadata(model))
-    trained_on = training.network_inputs(examples.load_split(DataSpec.parse(data)).x, about.network or {})
+    stored = examples.load_split(DataSpec.parse(data)).x
+    trained_on = training.network_inputs(stored, about.network or {})
     assert np.isfinite(trained_on).all()
+    np.testing.assert_array_equal(network.standardise(trained_on), training.network_inputs(stored, table))
     assert np.ptp(trained_on) > 0
 
     own = {"path": data["path"], "held": 0.0, **({"y": data["y"]} if case.table else {})}
@@ -201,13 +205,13 @@ def test_every_consumer_reads_the_same_tensor(name: str, tmp_path: Path) -> None
             np.testing.assert_array_equal(read, trained_on)
 
     best = network.compute_scores(trained_on).max(axis=1).tolist()
-    by_command = run_model(model, case.table or tmp_path / "data" / "train")
-    assert [row.score for row in by_command] == best
+    by_command = predict_examples(model, case.table or tmp_path / "data" / "train")
+    assert [answer.score for answer in by_command.answers] == best
     service = ModelService(ModelSwitcher(model))
     if case.table:
-        served = service.classify_bytes(case.table.read_bytes())["answers"]
+        served = service.predict_bytes(case.table.read_bytes())["answers"]
     else:
-        served = [service.classify_bytes(file.read_bytes()) for file in case.files]
+        served = [service.predict_bytes(file.read_bytes()) for file in case.files]
     assert [answer["score"] for answer in served] == pytest.approx(best, rel=1e-6)
 
 

@@ -83,9 +83,9 @@ def test_a_hundred_megabytes_are_refused_before_they_are_read(running: Running) 
 @pytest.mark.parametrize(
     ("request_", "status"),
     [
-        (b"POST /v1/classify HTTP/1.1\r\nhost: localhost\r\n\r\n", 411),
-        (b"POST /v1/classify HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 411),
-        (b"POST /v1/classify HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n", 400),
+        (b"POST /v1/predict HTTP/1.1\r\nhost: localhost\r\n\r\n", 411),
+        (b"POST /v1/predict HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 411),
+        (b"POST /v1/predict HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n", 400),
         (
             b"POST /v1/label HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 16777217\r\n\r\n",
             413,
@@ -135,7 +135,7 @@ def test_bodies_of_all_addresses_together_are_limited(running: Running) -> None:
 def test_bodies_that_an_address_announces_and_does_not_finish_keep_nobody_else_out(
     running: Running, arrived: int
 ) -> None:
-    header = f"POST /v1/classify HTTP/1.1\r\nhost: localhost\r\ncontent-length: {MAX_BODY_BYTES}\r\n\r\n".encode()
+    header = f"POST /v1/predict HTTP/1.1\r\nhost: localhost\r\ncontent-length: {MAX_BODY_BYTES}\r\n\r\n".encode()
     with contextlib.ExitStack() as stack:
         for number in (1, 2, 3, 4):
             line = stack.enter_context(socket.create_connection(running.server.address, timeout=20))
@@ -147,7 +147,7 @@ def test_bodies_that_an_address_announces_and_does_not_finish_keep_nobody_else_o
                 wait_until(lambda least=number: running.server.active_requests >= least, "the request")
                 wait_until(lambda least=number * arrived: running.server._pending_bytes.total() >= least, "the bytes")
         other = http.client.HTTPConnection(*running.server.address, timeout=20, source_address=("127.0.0.2", 0))
-        other.request("POST", "/v1/classify", npy(classifiers.image(250)))
+        other.request("POST", "/v1/predict", npy(classifiers.image(250)))
         assert other.getresponse().status == 200
         other.close()
     wait_until(lambda: not running.server._pending_bytes, "the memory of the bodies is free again")

@@ -60,7 +60,7 @@ def test_drift_is_told_and_outlives_a_new_start(running: Running, models: Path) 
 
     def ask(service: ModelService, low: int, high: int, count: int) -> None:
         for level in rng.integers(low, high, count):
-            service.classify_bytes(npy(classifiers.image(int(level))))
+            service.predict_bytes(npy(classifiers.image(int(level))))
 
     ask(running.service, 40, 120, 200)
     assert running.service.make_status()["drift"] == 0.0
@@ -82,26 +82,26 @@ def test_drift_is_told_and_outlives_a_new_start(running: Running, models: Path) 
 
 def test_a_new_model_has_a_reference_of_its_own(running: Running, models: Path) -> None:
     for level in range(200):
-        running.service.classify_bytes(npy(classifiers.image(level % 80)))
+        running.service.predict_bytes(npy(classifiers.image(level % 80)))
     assert running.service.make_status()["drift"] == 0.0
     running.service.write_status()
     classifiers.lead(models, "b")
     assert running.models.reload_if_changed()
     for _ in range(100):
-        running.service.classify_bytes(npy(classifiers.image(250)))
+        running.service.predict_bytes(npy(classifiers.image(250)))
     assert running.service.make_status()["drift"] is None
     running.service.write_status()
     classifiers.lead(models, "a")
     assert running.models.reload_if_changed()
     for _ in range(100):
-        running.service.classify_bytes(npy(classifiers.image(250)))
+        running.service.predict_bytes(npy(classifiers.image(250)))
     assert running.service.make_status()["drift"] > 0.9
 
 
 def test_what_is_told_of_a_model_was_counted_with_it(running: Running, models: Path) -> None:
     for _ in range(250):
-        answer = running.service.classify_bytes(npy(classifiers.image(250)))
-        running.service.record_label(answer["id"], answer["class"])
+        answer = running.service.predict_bytes(npy(classifiers.image(250)))
+        running.service.record_label(answer["id"], answer["prediction"])
     told = running.service.make_status()
     assert (told["drift"], told["accuracy"], told["labelled"]) == (0.0, 1.0, 250)
     classifiers.lead(models, "b")
@@ -128,38 +128,38 @@ def test_labels_that_arrive_later_make_an_accuracy(running: Running) -> None:
 
 
 def test_a_label_is_one_of_the_model_that_answered(running: Running, models: Path) -> None:
-    first, second = running.service.classify_bytes(npz(x=np.stack([classifiers.image(250)] * 2)))["answers"]
+    first, second = running.service.predict_bytes(npz(x=np.stack([classifiers.image(250)] * 2)))["answers"]
     classifiers.write_classifier(models / "b" / "model.onnx", labels=("day", "dusk"))
     classifiers.lead(models, "b")
     assert running.models.reload_if_changed()
-    assert first["name"] == "day"
-    assert running.service.record_label(first["id"], "day")
+    assert first["prediction"] == "day"
+    assert running.service.record_label(first["id"], "day") == {"right": True}
     with pytest.raises(DataError, match="unknown label 'dusk': choose one of night, day"):
         running.service.record_label(second["id"], "dusk")
-    assert not running.service.record_label(second["id"], "night")
+    assert running.service.record_label(second["id"], "night") == {"right": False}
 
 
 def test_references_whose_parts_do_not_fit_are_left_out(running: Running, models: Path) -> None:
     x = np.stack([classifiers.image(level % 80) for level in range(100)])
-    running.service.classify_bytes(npz(x=x))
+    running.service.predict_bytes(npz(x=x))
     running.service.write_status()
     kept = json.loads((models / "reference.json").read_text())
     for each in kept.values():
         each["counts"].pop()
     (models / "reference.json").write_text(json.dumps(kept))
     again = ModelService(ModelSwitcher(models), models, size=100)
-    again.classify_bytes(npz(x=x))
+    again.predict_bytes(npz(x=x))
     assert again.make_status()["drift"] is None
-    again.classify_bytes(npz(x=x))
+    again.predict_bytes(npz(x=x))
     assert again.make_status()["drift"] == 0.0
 
 
 def test_the_oldest_answers_wait_no_longer_for_their_labels(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "MAX_UNLABELLED", 3)
-    first, *others = running.service.classify_bytes(npz(x=np.stack([classifiers.image(250)] * 4)))["answers"]
-    with pytest.raises(services.UnknownClassificationError, match="or more than 3 newer results exist"):
+    first, *others = running.service.predict_bytes(npz(x=np.stack([classifiers.image(250)] * 4)))["answers"]
+    with pytest.raises(services.UnknownAnswerError, match="or more than 3 newer results exist"):
         running.service.record_label(first["id"], 1)
-    assert all(running.service.record_label(each["id"], 1) for each in others)
+    assert all(running.service.record_label(each["id"], 1)["right"] for each in others)
 
 
 def test_references_of_the_latest_models_alone_are_kept(
@@ -169,7 +169,7 @@ def test_references_of_the_latest_models_alone_are_kept(
     for name in ("a", "b"):
         classifiers.lead(models, name)
         running.models.reload_if_changed()
-        running.service.classify_bytes(npz(x=np.stack([classifiers.image(level % 80) for level in range(100)])))
+        running.service.predict_bytes(npz(x=np.stack([classifiers.image(level % 80) for level in range(100)])))
         running.service.write_status()
         kept = json.loads((models / "reference.json").read_text())
         assert kept.keys() == {digest(models / name / "model.onnx")}
@@ -179,7 +179,7 @@ def test_an_npz_is_answered_example_by_example(running: Running) -> None:
     x = np.stack([classifiers.image(level) for level in (10, 250)] * 20)
     status, told = running.client.post(npz(x=x, y=np.array([0, 1] * 20)))
     assert status == 200
-    assert [each["name"] for each in told["answers"]] == ["night", "day"] * 20
+    assert [each["prediction"] for each in told["answers"]] == ["night", "day"] * 20
     assert running.service.make_status()["accuracy"] == 1.0
 
 

@@ -26,17 +26,17 @@ def test_ten_thousand_requests_through_swaps_none_dropped_none_mixed(running: Ru
     bodies = [npy(classifiers.image(level)) for level in (10, 40, 220, 250)]
     right = {}
     for name, order in (("a", (0, 0, 1, 1)), ("b", (1, 1, 0, 0))):
-        right[digest(models / name / "model.onnx")] = order
-    found: list[Counter[tuple[str, int, int]]] = [Counter() for _ in range(8)]
+        right[digest(models / name / "model.onnx")] = [classifiers.LABELS[number] for number in order]
+    found: list[Counter[tuple[str, int, str]]] = [Counter() for _ in range(8)]
     ended = threading.Event()
 
-    def ask(mine: Counter[tuple[str, int, int]]) -> None:
+    def ask(mine: Counter[tuple[str, int, str]]) -> None:
         client = running.connect()
         for number in range(1250):
             which = number % 4
             status, told = client.post(bodies[which])
             assert status == 200, told
-            mine[told["model"], which, told["class"]] += 1
+            mine[told["model"], which, told["prediction"]] += 1
 
     def swap() -> None:
         while not ended.is_set():
@@ -66,7 +66,7 @@ def test_ten_thousand_requests_through_swaps_none_dropped_none_mixed(running: Ru
     ended.set()
     swapping.join()
     assert not errors
-    every = sum(found, Counter[tuple[str, int, int]]())
+    every = sum(found, Counter[tuple[str, int, str]]())
     assert sum(every.values()) == 10_000
     assert {model for model, _, _ in every} == set(right)
     assert all(right[model][which] == told for model, which, told in every)
@@ -93,8 +93,8 @@ def test_a_request_begun_with_the_old_model_ends_with_it(running: Running, model
     go_on.set()
     thread.join()
     ((status, answer),) = told
-    assert (status, answer["model"], answer["name"]) == (200, old.sha256, "day")
-    assert running.client.post(npy(classifiers.image(250)))[1]["name"] == "night"
+    assert (status, answer["model"], answer["prediction"]) == (200, old.sha256, "day")
+    assert running.client.post(npy(classifiers.image(250)))[1]["prediction"] == "night"
 
 
 @pytest.mark.parametrize("what", ["garbage", "labels", "nothing", "link"])

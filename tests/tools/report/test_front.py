@@ -130,7 +130,7 @@ def test_the_report_prints_and_draws_the_front(finished: Finished, capsys: pytes
 
 
 def test_every_candidate_is_exported_as_a_file_that_is_as_right_as_the_devices_counted(finished: Finished) -> None:
-    from fedquilt.tools.artefacts.classifier import Classifier
+    from fedquilt.tools.artefacts.predictor import Predictor
 
     plan, run, folder = finished
     members, _ = plan.load_devices()
@@ -138,7 +138,7 @@ def test_every_candidate_is_exported_as_a_file_that_is_as_right_as_the_devices_c
     x, y = (np.concatenate(parts) for parts in zip(*((share.x, share.y) for share in held), strict=True))
     made = Run(plan.home, run)
     for number, told in enumerate(made.candidates(), 1):
-        network = Classifier(made.export(folder / f"{number}.onnx", candidate=number))
+        network = Predictor(made.export(folder / f"{number}.onnx", candidate=number))
         correct = network.compute_scores(network.prepare_inputs(x)).argmax(axis=1) == y
         assert (correct.sum(), len(y)) == (round(told["accuracy"] * len(y)), told["examples"])
     with pytest.raises(JobError, match="candidate 99 does not exist: the run has candidates 1 to"):

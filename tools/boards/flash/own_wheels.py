@@ -31,8 +31,8 @@ BOARD_FILES: Final = (
     *("host/", "methods/", "models/", "onnx/", "profiles/", "security/", "transport/"),
     *("cli/__init__.py", "cli/__main__.py", "cli/commands.py", "cli/entry.py"),
     *("cli/options.py", "cli/agent.py", "cli/board.py", "cli/identity.py", "cli/model.py"),
-    *("tools/__init__.py", "tools/artefacts/__init__.py", "tools/artefacts/classifier.py"),
-    *("tools/boards/__init__.py", "tools/boards/clocks.py", "tools/boards/doctor/"),
+    *("tools/__init__.py", "tools/artefacts/__init__.py", "tools/artefacts/predictions.py"),
+    *("tools/artefacts/predictor.py", "tools/boards/__init__.py", "tools/boards/clocks.py", "tools/boards/doctor/"),
     *("tools/boards/enrol.py", "tools/boards/record/", "tools/boards/targets.py", "tools/operations/__init__.py"),
     *("tools/operations/access_control.py", "tools/operations/inference_server/", "tools/simulation/__init__.py"),
     "tools/simulation/task_process.py",
@@ -41,7 +41,7 @@ BOARD_FILES: Final = (
 NOT_ON_BOARDS: Final = (
     *("data/compatibility.py", "data/inspection.py", "formats/job_bundle.py"),
     *("edge_agent/engines/batch_training.py", "edge_agent/engines/torch/batch_engine.py"),
-    *("models/networks/onnx_file.py", "models/partial/dependency_trace.py"),
+    *("models/networks/onnx_file.py", "models/networks/onnx_scaling.py", "models/partial/dependency_trace.py"),
     *("models/stitching/onnx/", "models/stitching/search/ranking.py"),
     *("tools/boards/doctor/coordinator.py", "transport/memory_link.py"),
 )

@@ -1,8 +1,8 @@
 """Inference server of a device ("model runner"), which loads new models and measures drift.
 
-POST /v1/classify   bytes of an image, WAV file, text or .npy: one result. Bytes of an .npz or CSV: one per example
-POST /v1/label      {"id": ..., "label": name or number}: true label of a result
-GET  /v1/health     model, request counts, latency and drift
+POST /v1/predict   bytes of an image, WAV file, text or .npy: one result. Bytes of an .npz or CSV: one per example
+POST /v1/label     {"id": ..., "label": in the form of the prediction}: true label of a result
+GET  /v1/health    model, request counts, latency, drift and errors
 
 All responses are JSON. Errors are {"error": a sentence}.
 """
@@ -30,7 +30,7 @@ from fedquilt.tools.operations.inference_server.service import (
     MAX_BODY_BYTES,
     ModelService,
     ModelSwitcher,
-    UnknownClassificationError,
+    UnknownAnswerError,
 )
 
 SHUTDOWN_S: Final = 5.0  # limit for running requests
@@ -84,11 +84,11 @@ MAX_CONNECTIONS: Final = 64
 
 class _LabelRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str
-    label: str | int
+    label: str | int | float | list[str] | dict[str, float]
 
 
 class InferenceServer:
-    """HTTP server that classifies examples with the device's model, and receives true labels."""
+    """HTTP server of predictions of the device's model, which receives true labels."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class InferenceServer:
         with self._count_as_busy():
             try:
                 status, response = 200, self._route_request(exchange)
-            except UnknownClassificationError as error:
+            except UnknownAnswerError as error:
                 status, response = 404, {"error": str(error)}
             except DataError as error:
                 status, response = 400, {"error": str(error)}
@@ -182,20 +182,20 @@ class InferenceServer:
     def _route_request(self, exchange: HttpExchange) -> Any:
         self._refuse_other_sites(exchange)
         match exchange.method, exchange.path:
-            case "POST", "/v1/classify":
+            case "POST", "/v1/predict":
                 with self.reserve_body_memory(exchange.connection.address) as reserve:
-                    return self._service.classify_bytes(exchange.read_body(MAX_BODY_BYTES, reserve))
+                    return self._service.predict_bytes(exchange.read_body(MAX_BODY_BYTES, reserve))
             case "POST", "/v1/label":
                 try:
                     label = msgspec.json.decode(exchange.read_body(MAX_LABEL_BYTES), type=_LabelRequest)
                 except DECODE_ERRORS as error:
                     problem = f'body is not {{"id": ..., "label": ...}}: {error}'
                     raise RequestRefusedError(400, problem) from None
-                return {"right": self._service.record_label(label.id, label.label)}
+                return self._service.record_label(label.id, label.label)
             case "GET" | "HEAD", "/v1/health":
                 return self._service.make_health()
         raise RequestRefusedError(
-            404, f"unknown request {exchange.method} {exchange.path[:100]}: use /v1/classify, /v1/label or /v1/health"
+            404, f"unknown request {exchange.method} {exchange.path[:100]}: use /v1/predict, /v1/label or /v1/health"
         )
 
     def _refuse_other_sites(self, exchange: HttpExchange) -> None:

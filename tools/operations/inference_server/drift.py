@@ -1,7 +1,8 @@
 """Drift of the examples that a model receives, compared with its first examples.
 
 Each example is described by a few features: mean and deviation of each channel, the difference of neighbouring
-values, the class, its confidence and the entropy of the scores. The first examples form the reference, with ten bins
+values, the class, its confidence and the entropy of the scores. In place of the last three, other tasks have the
+outputs. The first examples form the reference, with ten bins
 of equal count per feature. Later examples are counted in these bins with decaying weights. No example is stored, and
 once the reference exists, no feature of a single example either.
 
@@ -25,6 +26,8 @@ from typing import Annotated, Final
 import msgspec
 import numpy as np
 from msgspec import Meta
+
+from fedquilt.core import TaskKind
 
 REFERENCE_SIZE: Final = 500
 MIN_EXAMPLES: Final = 50  # fewer examples give no drift
@@ -55,8 +58,10 @@ class ReferenceDistribution(msgspec.Struct, frozen=True, forbid_unknown_fields=T
         return has_all_features and has_all_bins and has_counts and len(self.class_counts) == len(self.classes) + 1
 
 
-def compute_features(prepared: np.ndarray, scores: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
-    """Return the names of features and their values (n, features), from inputs and scores (n, classes)."""
+def compute_features(
+    prepared: np.ndarray, outputs: np.ndarray, task: TaskKind = "classes"
+) -> tuple[tuple[str, ...], np.ndarray]:
+    """Return the names of features and their values (n, features), from inputs and outputs (n, outputs)."""
     features: dict[str, np.ndarray] = {}
     x = prepared.astype(np.float64)
     if x.ndim == 4:  # images (n, channels, height, width)
@@ -76,11 +81,19 @@ def compute_features(prepared: np.ndarray, scores: np.ndarray) -> tuple[tuple[st
         else:
             features |= {"mean": flat.mean(axis=1), "deviation": flat.std(axis=1)}
             features["grain"] = np.abs(np.diff(flat, axis=1)).mean(axis=1)
+    features |= _class_features(outputs) if task == "classes" else _output_features(outputs)
+    return tuple(features), np.stack(list(features.values()), axis=1)
+
+
+def _class_features(scores: np.ndarray) -> dict[str, np.ndarray]:
     odds = np.exp(scores - scores.max(axis=1, keepdims=True).astype(np.float64))
     shares = odds / odds.sum(axis=1, keepdims=True)
-    features["confidence"] = shares.max(axis=1)
-    features["entropy"] = -(shares * np.log(np.maximum(shares, 1e-300))).sum(axis=1)
-    return tuple(features), np.stack(list(features.values()), axis=1)
+    entropy = -(shares * np.log(np.maximum(shares, 1e-300))).sum(axis=1)
+    return {"confidence": shares.max(axis=1), "entropy": entropy}
+
+
+def _output_features(outputs: np.ndarray) -> dict[str, np.ndarray]:
+    return {f"output {index}": outputs[:, index] for index in range(min(outputs.shape[1], MAX_CHANNELS))}
 
 
 def make_reference(names: Sequence[str], values: np.ndarray, classes: np.ndarray) -> ReferenceDistribution:

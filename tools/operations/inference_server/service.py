@@ -1,4 +1,4 @@
-"""Classification with the current model, and statistics on latency, drift and accuracy."""
+"""Predictions of the current model, and statistics on latency, drift and accuracy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import statistics
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -18,8 +18,8 @@ import numpy as np
 
 from fedquilt.core import DECODE_ERRORS, DataError, FedquiltError, ModelError
 from fedquilt.host.disk import PRIVATE, REAL
-from fedquilt.tools.artefacts import classifier
-from fedquilt.tools.artefacts.classifier import Classifier
+from fedquilt.tools.artefacts import predictor
+from fedquilt.tools.artefacts.predictor import Answer, OutputSpec, Predictor
 from fedquilt.tools.operations.inference_server import drift
 from fedquilt.tools.operations.inference_server.drift import DriftCounts, ReferenceDistribution
 
@@ -29,7 +29,7 @@ FileKey = tuple[str, int, int, int]
 
 
 class ServedModel(NamedTuple):
-    network: Classifier
+    network: Predictor
     sha256: str
     key: FileKey
 
@@ -88,7 +88,7 @@ class ModelSwitcher:
             key, sha256 = _make_file_key(path), REAL.hash_file(path)
         except OSError as error:
             raise ModelError(f"cannot read {path}: {error.strerror}") from None
-        network = Classifier(path)
+        network = Predictor(path)
         if (shape := network.input_shape) is not None:
             network.compute_scores(np.zeros((1, *shape), np.float32))
         if _make_file_key(path) != key:
@@ -117,22 +117,28 @@ MAX_BODY_BYTES: Final = 16 << 20  # limit of a file, and of the arrays in the fi
 NPY, ZIP = b"\x93NUMPY", b"PK\x03\x04"  # magic numbers of file formats
 
 
-class Classification(NamedTuple):
+class ServedAnswer(NamedTuple):
     id: str  # id for the request with the true label
-    number: int  # index of the class
-    name: str
-    score: float  # largest output of the network, not a probability
+    answer: Answer
     model: str  # sha256 of the model that answered
 
     def to_dict(self) -> dict[str, Any]:
-        return {"id": self.id, "class": self.number, "name": self.name, "score": self.score, "model": self.model}
+        prediction, score = self.answer
+        scores = {} if score is None else {"score": score}
+        return {"id": self.id, "prediction": prediction, **scores, "model": self.model}
 
 
-class UnknownClassificationError(DataError): ...
+class UnlabelledAnswer(NamedTuple):
+    model: str  # sha256
+    output: OutputSpec
+    values: np.ndarray  # (names,)
+
+
+class UnknownAnswerError(DataError): ...
 
 
 class ModelService:
-    """Classification with the current model. Thread-safe: requests run one at a time."""
+    """Predictions of the current model. Thread-safe: requests run one at a time."""
 
     def __init__(
         self,
@@ -146,9 +152,9 @@ class ModelService:
         self._lock = threading.Lock()  # protects network and counters
         self._id_prefix, self._count = secrets.token_hex(3), 0
         self._latencies_s: deque[float] = deque(maxlen=LATENCY_WINDOW)
-        self._correct: deque[bool] = deque(maxlen=ACCURACY_WINDOW)
-        # id -> model, its labels, class
-        self._unlabelled: OrderedDict[str, tuple[str, Sequence[str], int]] = OrderedDict()
+        # of each labelled example: the squared error of each number, or else whether each name is right
+        self._qualities: deque[np.ndarray] = deque(maxlen=ACCURACY_WINDOW)
+        self._unlabelled: OrderedDict[str, UnlabelledAnswer] = OrderedDict()
         self.served = self.failed = self.refused = self.labelled = self.swaps = 0
         self._references = self._read_references()
         self._drift, self._counted_model = self._make_drift(models.current), models.current.sha256
@@ -157,29 +163,29 @@ class ModelService:
 
     # -- requests --
 
-    def classify_bytes(self, data: bytes) -> dict[str, Any]:
-        """Return the classification of the example in a file's bytes. Raise DataError for unreadable bytes.
+    def predict_bytes(self, data: bytes) -> dict[str, Any]:
+        """Return the prediction for the example in a file's bytes. Raise DataError for unreadable bytes.
 
-        Tables and .npz files have several examples. For these the result has the model, and all classifications under
+        Tables and .npz files have several examples. For these the result has the model, and all predictions under
         "answers", and labels in the file are recorded.
         """
         with self._count_refusals():
+            network = self._models.current.network
             if data.startswith(ZIP):
-                arrays = classifier.read_arrays(data, MAX_BODY_BYTES)
-                return self._classify_and_record_labels(self._models.current.network.examples_from_arrays(arrays))
+                arrays = predictor.read_arrays(data, MAX_BODY_BYTES)
+                return self._predict_and_record_labels(network, network.examples_from_arrays(arrays))
             if data.startswith(NPY):
-                example = classifier.read_array(data)[None]
-                return self._classify_and_count(lambda loaded: example)[0].to_dict()
-            if self._models.current.network.takes_table_rows:
-                return self._classify_and_record_labels(self._models.current.network.read_uploaded_rows(data))
-            return self._classify_and_count(lambda loaded: loaded.network.read_example(data)[None])[0].to_dict()
+                example = predictor.read_array(data)[None]
+                return self._predict_and_count(lambda loaded: example)[0].to_dict()
+            if network.takes_table_rows:
+                return self._predict_and_record_labels(network, network.read_uploaded_rows(data))
+            return self._predict_and_count(lambda loaded: loaded.network.read_example(data)[None])[0].to_dict()
 
-    def _classify_and_record_labels(self, examples: classifier.StoredExamples) -> dict[str, Any]:
-        results = self._classify_and_count(lambda loaded: examples.x)
-        for result, label in zip(
-            results, () if examples.y is None else examples.y.tolist(), strict=examples.y is not None
-        ):
-            self.record_label(result.id, label)
+    def _predict_and_record_labels(self, network: Predictor, examples: predictor.StoredExamples) -> dict[str, Any]:
+        results = self._predict_and_count(lambda loaded: examples.x)
+        if examples.y is not None:
+            for result, target in zip(results, examples.y, strict=True):
+                self.record_label(result.id, network.output.decode_target(target))
         return {"model": results[0].model, "answers": [result.to_dict() for result in results]}
 
     @contextmanager
@@ -191,59 +197,64 @@ class ModelService:
                 self.refused += 1
             raise
 
-    def _classify_and_count(self, read: Callable[[ServedModel], np.ndarray]) -> list[Classification]:
+    def _predict_and_count(self, read: Callable[[ServedModel], np.ndarray]) -> list[ServedAnswer]:
         started_s = time.perf_counter()
         with self._lock:
             loaded = self._models.current  # a request uses one model from start to end
             self._reset_statistics_if_new(loaded)
+            network = loaded.network
             x = read(loaded)
             if not 0 < len(x) <= MAX_EXAMPLES:
                 raise DataError(f"request has {len(x)} examples: send 1 to {MAX_EXAMPLES}")
-            prepared = loaded.network.prepare_inputs(x)
+            prepared = network.prepare_inputs(x)
             try:
-                scores = loaded.network.compute_scores(prepared)
+                outputs = network.compute_scores(prepared)
             except Exception:
                 self.failed += 1  # devices roll back a model with too many failures
                 raise
-            classes = scores.argmax(axis=1).tolist()
-            self._drift.add_examples(*drift.compute_features(prepared, scores), classes)
-            results = []
-            for row, class_number in zip(scores, classes, strict=True):
-                self._count += 1
-                id = f"{self._id_prefix}-{self._count}"
-                self._unlabelled[id] = (loaded.sha256, loaded.network.labels, class_number)
-                results.append(
-                    Classification(
-                        id, class_number, loaded.network.labels[class_number], float(row[class_number]), loaded.sha256
-                    )
-                )
+            self._count_drift(network, prepared, outputs)
+            results = [self._store_answer(loaded, row) for row in outputs]
             while len(self._unlabelled) > MAX_UNLABELLED:
                 self._unlabelled.popitem(last=False)
             self.served += len(results)
             self._latencies_s.append((time.perf_counter() - started_s) / len(results))
         return results
 
-    def record_label(self, id: str, label: str | int) -> bool:
-        """Record the true label, a name or a number, of a classification. Return whether the class was right.
+    def _count_drift(self, network: Predictor, prepared: np.ndarray, outputs: np.ndarray) -> None:
+        task = network.output.task
+        classes = outputs.argmax(axis=1).tolist() if task == "classes" else [0] * len(outputs)
+        self._drift.add_examples(*drift.compute_features(network.standardise(prepared), outputs, task), classes)
 
-        Raise UnknownClassificationError if the id has a label or is too old, and DataError if the label is unknown.
+    def _store_answer(self, loaded: ServedModel, values: np.ndarray) -> ServedAnswer:
+        self._count += 1
+        id, output = f"{self._id_prefix}-{self._count}", loaded.network.output
+        self._unlabelled[id] = UnlabelledAnswer(loaded.sha256, output, values)
+        return ServedAnswer(id, output.decode_outputs(values), loaded.sha256)
+
+    def record_label(self, id: str, label: Any) -> dict[str, Any]:
+        """Record the true value of a prediction, and return whether the prediction was right.
+
+        The label has the form of the prediction. A class may be its number, and a single number needs no name. For
+        numbers the result is the difference of each prediction to its true value.
+
+        Raise UnknownAnswerError if the id has a label or is too old, and DataError if the label does not fit.
         """
         with self._lock:
             if id not in self._unlabelled:
-                raise UnknownClassificationError(
+                raise UnknownAnswerError(
                     f"result {id[:100]!r} is unknown: it has a label already, or more than {MAX_UNLABELLED} newer "
                     "results exist"
                 )
-            model, labels, predicted = self._unlabelled[id]
-            number = labels.index(label) if isinstance(label, str) and label in labels else label
-            if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(labels):
-                raise DataError(f"unknown label {str(label)[:100]!r}: choose one of {', '.join(labels[:50])}")
+            model, output, values = self._unlabelled[id]
+            differences = output.compare(values, output.encode_target(label))
             del self._unlabelled[id]
-            is_correct = predicted == number
             if model == self._counted_model:
-                self._correct.append(is_correct)
+                is_regression = output.task == "regression"
+                self._qualities.append(np.square(differences) if is_regression else differences == 0)
                 self.labelled += 1
-        return is_correct
+        if output.task == "regression":
+            return {"difference": dict(zip(output.names, differences.tolist(), strict=True))}
+        return {"right": not differences.any()}
 
     # -- status --
 
@@ -253,13 +264,24 @@ class ModelService:
     def _reset_statistics_if_new(self, loaded: ServedModel) -> None:
         if loaded.sha256 != self._counted_model:
             self._drift, self._counted_model = self._make_drift(loaded), loaded.sha256
-            self._correct.clear()
+            self._qualities.clear()
             self.labelled = 0
             self.swaps += 1
 
     def compute_accuracy(self) -> float | None:
-        """Return the accuracy on the latest labelled examples, or None with fewer than MIN_LABELS labels."""
-        return sum(self._correct) / len(self._correct) if len(self._correct) >= MIN_LABELS else None
+        """Return the share of right names on the latest labelled examples, or None for numbers or few labels."""
+        if self._counts_numbers() or len(self._qualities) < MIN_LABELS:
+            return None
+        return float(np.mean(self._qualities))
+
+    def _compute_rmse(self) -> dict[str, float]:
+        if not self._counts_numbers() or len(self._qualities) < MIN_LABELS:
+            return {}
+        rmse = np.sqrt(np.mean(self._qualities, axis=0))
+        return dict(zip(self._models.current.network.output.names, rmse.tolist(), strict=True))
+
+    def _counts_numbers(self) -> bool:
+        return self._models.current.network.output.task == "regression"
 
     def make_status(self) -> dict[str, Any]:
         """Return model, counts, median latency, drift and accuracy. A new model resets drift and accuracy."""
@@ -279,12 +301,19 @@ class ModelService:
             }
 
     def make_health(self) -> dict[str, Any]:
-        """Return the status, the features with drift, refused requests, and the current problem in "trouble"."""
+        """Return the status, features with drift, RMSE by number, refused requests, and the problem in "trouble"."""
         status = self.make_status()
         with self._lock:
             distances = {name: round(value, 4) for name, value in self._drift.compute_distances().items() if value}
+            rmse = self._compute_rmse()
         counts = {"refused": self.refused, "swaps": self.swaps}
-        return {**status, "moved": distances, **counts, "trouble": self._models.trouble or self._write_problem}
+        return {
+            **status,
+            "moved": distances,
+            "rmse": rmse,
+            **counts,
+            "trouble": self._models.trouble or self._write_problem,
+        }
 
     # -- files --
 

@@ -1,4 +1,4 @@
-"""Classification of files and arrays with exported ONNX networks.
+"""Predictions of exported ONNX networks for files and arrays.
 
 Files may come from untrusted sources: images are decoded up to a number of pixels, arrays up to their stated size,
 and no file content is executed.
@@ -7,15 +7,14 @@ and no file content is executed.
 from __future__ import annotations
 
 import io
-import json
 import math
 import shutil
 import tempfile
 import threading
 import weakref
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -23,34 +22,100 @@ import msgspec
 import numpy as np
 import psutil
 
-from fedquilt.console import table
-from fedquilt.core import DataError, ModelError, shorten_error
+from fedquilt.core import DataError, Examples, ModelError, TaskKind, shorten_error
 from fedquilt.data import inputs, reading_settings
 from fedquilt.data.readers import audio, images, text
 from fedquilt.data.readers import table as table_reader
-from fedquilt.data.readers.base import number_labels
-from fedquilt.data.spec import TABLES, DataSpec
-from fedquilt.edge_agent.engines import exported_model
+from fedquilt.data.readers.base import convert_labels, number_labels
+from fedquilt.data.spec import DataSpec
+from fedquilt.edge_agent.engines import evaluation_sums, exported_model
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.onnx import weights
 
 MAX_HEADER_BYTES: Final = 10_000  # numpy's parser of headers is slow for longer ones
-MAX_CLASSES: Final = 1_000_000
 MAX_ARRAYS: Final = 16  # arrays of an .npz
 NUMBER_KINDS: Final = "fiub"  # kinds of NumPy's types; labels may also be words, "U"
 _PARSER: Final = threading.Lock()  # numpy reads a header by `ast`, which fails in CPython 3.11 in two threads at once
-BATCH = 64
-SCORE = "score: the network's output for the predicted label, not a probability"
-Batch = tuple[list[str], list[str | None], np.ndarray]
 
 
 class StoredExamples(NamedTuple):
     x: np.ndarray  # (n, ...)
-    y: np.ndarray | None  # (n,): numbers of their labels, or None for unlabelled examples
+    y: np.ndarray | None  # targets of the task, or None for unlabelled examples
 
 
-class Classifier:
-    """Network in an ONNX file, with its labels. Not thread-safe."""
+class Answer(NamedTuple):
+    """Prediction for one example.
+
+    | task | prediction | score |
+    |---|---|---|
+    | classes | name of a class | the network's output for this class, not a probability |
+    | labels | names of the labels whose score is above 0 | output by label |
+    | regression | number by target | None |
+    """
+
+    prediction: str | list[str] | dict[str, float]
+    score: float | dict[str, float] | None
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """Task of a network, and the names of its classes, labels or numbers."""
+
+    task: TaskKind
+    names: tuple[str, ...]
+
+    def decode_outputs(self, outputs: np.ndarray) -> Answer:
+        """Return the answer for the output values (names,) of one example."""
+        if self.task == "regression":
+            return Answer(dict(zip(self.names, outputs.tolist(), strict=True)), None)
+        if self.task == "labels":
+            scores = dict(zip(self.names, outputs.tolist(), strict=True))
+            return Answer([name for name, score in scores.items() if score > 0], scores)
+        best = int(outputs.argmax())
+        return Answer(self.names[best], float(outputs[best]))
+
+    def decode_target(self, target: np.ndarray) -> str | list[str] | dict[str, float]:
+        """Return the true value of one example in the form of `Answer.prediction`."""
+        if self.task == "regression":
+            return dict(zip(self.names, target.tolist(), strict=True))
+        if self.task == "labels":
+            return [name for name, is_set in zip(self.names, target.tolist(), strict=True) if is_set]
+        return self.names[int(target)]
+
+    def encode_target(self, value: Any) -> np.ndarray:
+        """Return a true value, in the form of `Answer.prediction` or as a class number, as a target of the task.
+
+        Raise DataError for other values.
+        """
+        if self.task == "regression":
+            return self._encode_numbers(value)
+        if self.task == "labels":
+            if not isinstance(value, list) or not set(map(str, value)) <= set(self.names):
+                raise DataError(f"unknown labels {str(value)[:100]!r}: send a list of {_join_names(self.names)}")
+            return np.array([name in value for name in self.names], np.uint8)
+        number = self.names.index(value) if isinstance(value, str) and value in self.names else value
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(self.names):
+            raise DataError(f"unknown label {str(value)[:100]!r}: choose one of {_join_names(self.names)}")
+        return np.array(number, np.int64)
+
+    def compare(self, values: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """Return the differences of the outputs of one example to its target, which are 0 for right names."""
+        if self.task == "regression":
+            return values - target
+        if self.task == "labels":
+            return (values > 0).astype(np.int8) - target.astype(np.int8)
+        return np.atleast_1d(values.argmax() - target)
+
+    def _encode_numbers(self, value: Any) -> np.ndarray:
+        numbers = value if isinstance(value, dict) else {self.names[0]: value}
+        are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers.values())
+        if numbers.keys() != set(self.names) or not are_numbers or not all(map(math.isfinite, numbers.values())):
+            raise DataError(f"{str(value)[:100]!r} is not a number for each of {_join_names(self.names)}: send numbers")
+        return np.array([numbers[name] for name in self.names], np.float32)
+
+
+class Predictor:
+    """Network in an ONNX file. Not thread-safe."""
 
     def __init__(self, model: Path) -> None:
         self.model = self._file = model
@@ -63,12 +128,10 @@ class Classifier:
         self._engine = OnnxEngine(psutil.virtual_memory().available)
         self._metadata = exported_model.read_metadata(self._engine.read_metadata(self._file))
         self._reading: DataSpec = reading_settings.spec_with_settings(self._metadata.reading, {"path": "."})
-        labels = self._metadata.labels or self._reading.labels or _number_classes(self._metadata.network)
-        if not labels or (self._metadata.network is None and self._metadata.input is None):
+        names = exported_model.output_names(self._metadata, self._reading, self._engine.output_count(self._file))
+        self.output = OutputSpec(self._metadata.task or "classes", names)
+        if not names or (self._metadata.network is None and self._metadata.input is None):
             raise ModelError(f"{model} has no labels in its metadata: use a file written by `fedquilt model export`")
-        if self._metadata.task not in (None, "classes"):
-            raise ModelError(f"{model} predicts {self._metadata.task}: use a network that predicts classes")
-        self.labels = list(labels)
 
     @property
     def image_settings(self) -> Mapping[str, Any] | None:
@@ -91,16 +154,32 @@ class Classifier:
         return prepared
 
     def compute_scores(self, prepared: np.ndarray) -> np.ndarray:
-        """Return the outputs (n, labels), float32, or raise ModelError unless there is a score for each label."""
+        """Return the outputs (n, names), float32, or raise ModelError unless there is an output for each name."""
         scores = self._engine.run(self._file, prepared)
-        if scores.ndim != 2 or scores.shape[1] != len(self.labels):
+        if scores.ndim != 2 or scores.shape[1] != len(self.output.names):
             shape = scores.shape[1] if scores.ndim == 2 else scores.shape[1:]
-            raise ModelError(f"{self.model} outputs {shape} scores for {len(self.labels)} labels: export it again")
+            raise ModelError(f"{self.model} outputs {shape} scores for {len(self.output.names)} names: export it again")
         try:
             exported_model.require_scores(scores)
         except ModelError as error:
             raise ModelError(f"{self.model}: {error}") from None
         return scores
+
+    def standardise(self, prepared: np.ndarray) -> np.ndarray:
+        """Return prepared inputs as the network gets them after the graph's standardisation."""
+        return self._metadata.standardise(prepared)
+
+    def require_targets(self, y: np.ndarray, place: str) -> np.ndarray:
+        """Return labels as targets of the task, or raise DataError about the labels at `place`."""
+        if self._reading.labels and self.output.task == "classes" and y.ndim == 1:
+            y = number_labels(y, place, self._reading.labels)
+        targets = convert_labels(y, place, self.output.task)
+        examples = Examples(np.empty((len(targets), 0)), targets)
+        try:
+            evaluation_sums.require_targets(examples, len(self.output.names), self.output.task)
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from None
+        return targets
 
     @property
     def file_suffixes(self) -> tuple[str, ...]:
@@ -152,12 +231,9 @@ class Classifier:
             raise DataError(f"{name} has no examples: name their array {' or '.join(map(repr, self.array_names[0]))}")
         if x.dtype.kind not in NUMBER_KINDS:
             raise DataError(f"{name}: the examples have the type {x.dtype}: convert them to numbers")
-        if y is not None and self._reading.labels and y.shape == (len(x),):
-            y = number_labels(y, name, self._reading.labels)
-        last_label = len(self.labels) - 1
-        if y is not None and (y.shape != (len(x),) or y.dtype.kind not in "ui" or y.min() < 0 or y.max() > last_label):
-            raise DataError(f"{name}: the labels are not {len(x)} integers from 0 to {last_label}: correct them")
-        return StoredExamples(x, y)
+        if y is not None and len(y) != len(x):
+            raise DataError(f"{name} has {len(y)} labels for {len(x)} examples: store one label for each example")
+        return StoredExamples(x, None if y is None else self.require_targets(y, name))
 
     def read_uploaded_rows(self, data: bytes) -> StoredExamples:
         with tempfile.NamedTemporaryFile(suffix=".csv") as file:
@@ -169,10 +245,8 @@ class Classifier:
                 raise DataError(str(error).replace(file.name, "the table")) from None
 
 
-def _number_classes(network: Mapping[str, Any] | None) -> tuple[str, ...]:
-    # empty if the network's table has no number of classes
-    count = (network or {}).get("classes")
-    return tuple(map(str, range(count))) if isinstance(count, int) and 0 < count <= MAX_CLASSES else ()
+def _join_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:50])
 
 
 def read_array(data: bytes, kinds: str = NUMBER_KINDS) -> np.ndarray:
@@ -209,85 +283,3 @@ def read_arrays(data: bytes, max_bytes: int) -> dict[str, np.ndarray]:
         raise
     except Exception as error:  # what zipfile and zlib raise has no common base
         raise DataError(f"cannot read the .npz: {shorten_error(str(error))}") from None
-
-
-@dataclass(frozen=True)
-class Prediction:
-    image: str  # file, or index in the array
-    label: str
-    score: float  # largest output of the network, not a probability
-    truth: str | None  # true label, or None if unknown
-
-
-def run_model(model: Path, source: Path) -> list[Prediction]:
-    """Return the predicted label of each example in a file or folder, read as in training."""
-    network = Classifier(model)
-    labels = network.labels
-    if source.suffix == ".npz":
-        try:
-            with np.load(source, allow_pickle=False) as file:
-                arrays = {key: file[key] for names in network.array_names for key in names if key in file}
-        except (OSError, ValueError) as error:
-            raise DataError(f"cannot read {source}: {error}") from None
-        batches = _batches_of_examples(network.examples_from_arrays(arrays, str(source)), network)
-    elif source.suffix.lower() in TABLES:
-        batches = _batches_of_examples(network.read_rows(source), network)
-    else:
-        batches = _batches_from_files(source, network)
-    rows = []
-    for names, truths, x in batches:
-        scores = network.compute_scores(x)
-        rows += [
-            Prediction(name, labels[best], float(scores[i, best]), truth)
-            for i, (name, truth, best) in enumerate(zip(names, truths, scores.argmax(axis=1), strict=True))
-        ]
-    return rows
-
-
-def compute_accuracy(rows: Sequence[Prediction]) -> float | None:
-    correct = [row.label == row.truth for row in rows if row.truth is not None]
-    return sum(correct) / len(correct) if correct else None
-
-
-def print_predictions(model: Path, source: Path, format: str) -> int:
-    rows = run_model(model, source)
-    accuracy, labelled = compute_accuracy(rows), sum(row.truth is not None for row in rows)
-    if format == "json":
-        print(json.dumps({"images": [asdict(row) for row in rows], "accuracy": accuracy}, indent=1))
-        return 0
-    cells = [[row.image, row.label, f"{row.score:.3f}", *([row.truth or "-"] if labelled else [])] for row in rows]
-    accuracy_lines = [] if accuracy is None else [f"{accuracy:.1%} of {labelled} examples are classified correctly"]
-    head = ["example", "prediction", "score", *(["label"] if labelled else [])]
-    print("\n".join([*table.format_table([head, *cells], "<<><"), SCORE, *accuracy_lines]))
-    return 0
-
-
-def _batches_of_examples(stored: StoredExamples, network: Classifier) -> Iterator[Batch]:
-    x, y, labels = stored.x, stored.y, network.labels
-    for start in range(0, len(x), BATCH):
-        batch = x[start : start + BATCH]
-        names = [str(start + i) for i in range(len(batch))]
-        truths = [None if y is None else labels[int(y[start + i])] for i in range(len(batch))]
-        yield names, truths, network.prepare_inputs(batch)
-
-
-def _batches_from_files(source: Path, network: Classifier) -> Iterator[Batch]:
-    labels, suffixes = network.labels, network.file_suffixes
-    if not suffixes:
-        raise DataError(
-            f"{source}: the network reads numbers: use an .npz with an array 'x', or a table as in training"
-        )
-    if not source.exists():
-        raise DataError(f"{source} does not exist: name a folder or a file of {', '.join(suffixes)}")
-    paths = [source]
-    if source.is_dir():
-        paths = sorted(path for path in source.rglob("*") if path.suffix.lower() in suffixes)
-    if not paths:
-        raise DataError(f"{source} has no files that the network reads: add {', '.join(suffixes)} files")
-    root = source if source.is_dir() else source.parent
-    for start in range(0, len(paths), BATCH):
-        batch = paths[start : start + BATCH]
-        names = [str(path.relative_to(root)) for path in batch]
-        truths = [path.parent.name if path.parent.name in labels else None for path in batch]
-        prepared = [network.prepare_inputs(network.read_example(path)[None]) for path in batch]
-        yield names, truths, np.concatenate(prepared)

@@ -1,0 +1,210 @@
+"""Predictions for the examples of a file or folder, as text, CSV or JSON, with metrics if labels are known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from fedquilt import metrics
+from fedquilt.console import table
+from fedquilt.core import DataError, EvaluationSums, evaluation
+from fedquilt.data.spec import TABLES
+from fedquilt.edge_agent.engines import evaluation_sums
+from fedquilt.formats import table_file
+from fedquilt.tools.artefacts.predictor import Answer, Predictor, StoredExamples
+
+BATCH: Final = 64
+DIGITS: Final = 4  # of a number in text
+LARGE_NUMBER: Final = 10.0**DIGITS  # larger numbers have no digits after the point
+DETAILED_METRICS: Final = tuple(  # only in JSON
+    name for name in metrics.METRICS if name.startswith(("macro_", "micro_", "auc", "loss"))
+)
+SCORE: Final = "score: the network's output for the predicted class, not a probability"
+
+
+class ExampleBatch(NamedTuple):
+    names: Sequence[str]  # file, or row from 0
+    targets: Sequence[np.ndarray | None]  # None for unlabelled examples
+    prepared: np.ndarray
+
+
+@dataclass(frozen=True)
+class PredictedExamples:
+    network: Predictor
+    names: Sequence[str]  # file, or row from 0
+    targets: Sequence[np.ndarray | None]  # None for unlabelled examples
+    outputs: np.ndarray  # (n, names of the network)
+
+    @property
+    def is_labelled(self) -> bool:
+        return any(target is not None for target in self.targets)
+
+    @property
+    def answers(self) -> list[Answer]:
+        return [self.network.output.decode_outputs(row) for row in self.outputs]
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """Return a row per example: "example", "prediction", "score", and "label" if any example has one."""
+        rows = []
+        for name, answer, target in zip(self.names, self.answers, self.targets, strict=True):
+            row: dict[str, Any] = {"example": name, "prediction": answer.prediction}
+            if answer.score is not None:
+                row["score"] = answer.score
+            if self.is_labelled:
+                row["label"] = None if target is None else self.network.output.decode_target(target)
+            rows.append(row)
+        return rows
+
+    def evaluate(self) -> dict[str, EvaluationSums]:
+        """Return the evaluation of the labelled examples by target of a regression, otherwise under ""."""
+        known = [index for index, target in enumerate(self.targets) if target is not None]
+        if not known:
+            return {}
+        outputs, targets = self.outputs[known], np.stack([self.targets[index] for index in known])  # type: ignore[misc]
+        task = self.network.output.task
+        if task != "regression":
+            return {"": evaluation_sums.evaluate_scores(task, [(outputs, targets)]).sums()}
+        columns = ((name, slice(index, index + 1)) for index, name in enumerate(self.network.output.names))
+        return {
+            name: evaluation_sums.evaluate_scores(task, [(outputs[:, part], targets[:, part])]).sums()
+            for name, part in columns
+        }
+
+
+def predict_examples(model: Path, source: Path) -> PredictedExamples:
+    """Return the predictions for the examples in a file or folder, which are read as in training."""
+    network = Predictor(model)
+    names: list[str] = []
+    targets: list[np.ndarray | None] = []
+    outputs = []
+    for batch in _read_batches(network, source):
+        names += batch.names
+        targets += batch.targets
+        outputs.append(network.compute_scores(batch.prepared))
+    return PredictedExamples(network, names, targets, np.concatenate(outputs))
+
+
+def _read_batches(network: Predictor, source: Path) -> Iterator[ExampleBatch]:
+    if source.suffix == ".npz":
+        return _batches_of_examples(_read_npz(network, source), network)
+    if source.suffix.lower() in TABLES:
+        return _batches_of_examples(network.read_rows(source), network)
+    return _batches_from_files(source, network)
+
+
+def _read_npz(network: Predictor, source: Path) -> StoredExamples:
+    try:
+        with np.load(source, allow_pickle=False) as file:
+            arrays = {key: file[key] for names in network.array_names for key in names if key in file}
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {source}: {error}") from None
+    return network.examples_from_arrays(arrays, str(source))
+
+
+def _batches_of_examples(stored: StoredExamples, network: Predictor) -> Iterator[ExampleBatch]:
+    for start in range(0, len(stored.x), BATCH):
+        batch = stored.x[start : start + BATCH]
+        names = [str(start + index) for index in range(len(batch))]
+        targets = [None] * len(batch) if stored.y is None else list(stored.y[start : start + BATCH])
+        yield ExampleBatch(names, targets, network.prepare_inputs(batch))
+
+
+def _batches_from_files(source: Path, network: Predictor) -> Iterator[ExampleBatch]:
+    paths = _find_files(source, network.file_suffixes)
+    root = source if source.is_dir() else source.parent
+    for start in range(0, len(paths), BATCH):
+        batch = paths[start : start + BATCH]
+        prepared = [network.prepare_inputs(network.read_example(path)[None]) for path in batch]
+        targets = [_target_from_folder(path, network) for path in batch]
+        yield ExampleBatch([str(path.relative_to(root)) for path in batch], targets, np.concatenate(prepared))
+
+
+def _find_files(source: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    if not suffixes:
+        raise DataError(
+            f"{source}: the network reads numbers: use an .npz with an array 'x', or a table as in training"
+        )
+    if not source.exists():
+        raise DataError(f"{source} does not exist: name a folder or a file of {', '.join(suffixes)}")
+    paths = [source]
+    if source.is_dir():
+        paths = sorted(path for path in source.rglob("*") if path.suffix.lower() in suffixes)
+    if not paths:
+        raise DataError(f"{source} has no files that the network reads: add {', '.join(suffixes)} files")
+    return paths
+
+
+def _target_from_folder(path: Path, network: Predictor) -> np.ndarray | None:
+    is_class = network.output.task == "classes" and path.parent.name in network.output.names
+    return network.output.encode_target(path.parent.name) if is_class else None
+
+
+# -- output ---------------------------------------------------------------------------------------
+
+
+def print_predictions(model: Path, source: Path, format: str, out: Path | None = None) -> int:
+    predicted = predict_examples(model, source)
+    if out is not None:
+        _write_predictions(predicted, out)
+    if format == "json":
+        print(json.dumps(_to_document(predicted), indent=1))
+        return 0
+    lines = [f"{out}: {len(predicted.names)} predictions"] if out is not None else _format_table(predicted)
+    print("\n".join([*lines, *_format_metrics(predicted)]))
+    return 0
+
+
+def _write_predictions(predicted: PredictedExamples, out: Path) -> None:
+    rows = predicted.to_rows()
+    flat = [_flatten_row(row) for row in rows]
+    table_file.write_table(out, tuple(flat[0]), flat if out.suffix == ".csv" else rows)
+
+
+def _to_document(predicted: PredictedExamples) -> dict[str, Any]:
+    values = {name: evaluation.compute_metrics(sums) for name, sums in predicted.evaluate().items()}
+    return {"examples": predicted.to_rows(), "metrics": values.get("", values)}
+
+
+def _flatten_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with a column for each number: "price", "true price", "score broken"."""
+    flat: dict[str, Any] = {}
+    prefixes = {"prediction": "", "score": "score ", "label": "true "}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            flat |= {f"{prefixes[name]}{key}": number for key, number in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _format_table(predicted: PredictedExamples) -> list[str]:
+    has_many_scores = predicted.network.output.task == "labels"
+    rows = [
+        _flatten_row({name: value for name, value in row.items() if name != "score" or not has_many_scores})
+        for row in predicted.to_rows()
+    ]
+    align = "".join("<" if name in ("example", "prediction", "label") else ">" for name in rows[0])
+    cells = [[_format_cell(value) for value in row.values()] for row in rows]
+    return [*table.format_table([list(rows[0]), *cells], align), *([SCORE] if "score" in rows[0] else [])]
+
+
+def _format_cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return ";".join(value) or "-"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= LARGE_NUMBER else f"{value:.{DIGITS}g}"
+    return str(value)
+
+
+def _format_metrics(predicted: PredictedExamples) -> list[str]:
+    lines = []
+    for name, sums in predicted.evaluate().items():
+        lines += table.fold_line(f"{f'{name}: ' if name else ''}{metrics.describe_evaluation(sums, DETAILED_METRICS)}")
+    return lines
