@@ -261,11 +261,11 @@ def test_a_mistake_in_an_agents_settings_is_answered_with_its_fix(
     assert_helpful((code, error.replace(str(tmp_path), "")), 2, *named)
 
 
-def test_a_port_in_use_is_named_with_the_option(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         found = answer(capsys, ["dash", "--home", str(folder / "runs"), "--listen", place])
-    assert_helpful(found, 2, place, "choose another --listen")
+    assert_helpful(found, 2, place, "choose another address")
 
 
 def test_a_broker_that_cannot_be_reached_is_named(
