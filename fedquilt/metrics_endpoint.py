@@ -22,7 +22,6 @@ from fedquilt.host.http_server import (
     HttpExchange,
     HttpServer,
     RequestRefusedError,
-    describe_listen_error,
 )
 
 log = logging.getLogger(__name__)
@@ -77,17 +76,12 @@ def serve_metrics(
     registry.register(_Collector(collect, extras.load_optional("prometheus_client.core")))
     client.ProcessCollector(registry=registry)
     responses = _CachedResponses(client.make_wsgi_app(registry))
-    try:
-        server = HttpServer(
-            host,
-            port,
-            responses.answer_request,
-            connections=ConnectionLimiter(LIMITS) if connections is None else connections,
-        )
-    except OSError as error:
-        raise JobError(
-            f"metrics cannot be served at {listen} ({describe_listen_error(error)}): choose another HOST:PORT"
-        ) from None
+    server = HttpServer(
+        host,
+        port,
+        responses.answer_request,
+        connections=ConnectionLimiter(LIMITS) if connections is None else connections,
+    )
     server.start()
     try:
         yield f"http://{host}:{server.address[1]}/metrics"

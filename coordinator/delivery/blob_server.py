@@ -35,7 +35,6 @@ from fedquilt.host.http_server import (
     HttpExchange,
     HttpServer,
     RequestRefusedError,
-    describe_listen_error,
     split_http_url,
 )
 from fedquilt.security.handshake import LinkIdentity, common_name_of_peer
@@ -87,13 +86,7 @@ class BlobServer:
         self._lock = threading.Lock()
         self._connections = ConnectionLimiter() if connections is None else connections
         context = None if identity is None else self._tls_context
-        try:
-            self._http = HttpServer(host, port, self._serve_request, connections=self._connections, context=context)
-        except OSError as error:
-            problem = describe_listen_error(error)
-            raise JobError(
-                f"blob server cannot listen at {host}:{port} ({problem}): choose another HOST:PORT"
-            ) from None
+        self._http = HttpServer(host, port, self._serve_request, connections=self._connections, context=context)
         self._http.start()
 
     @property

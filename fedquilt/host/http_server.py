@@ -28,6 +28,8 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 from msgspec import Meta
 
+from fedquilt.core import JobError
+
 log = logging.getLogger(__name__)
 
 HEADER_BYTES: Final = 8 * 1024
@@ -35,6 +37,7 @@ PIECE_BYTES: Final = 64 * 1024  # bytes of a body in one read
 LINGER_BYTES: Final = 256 << 20  # input dropped after a refusal, so that the client receives the response
 POLL_MS: Final = 500  # interval of the checks of deadlines
 MAX_PORT: Final = 65535
+BACKLOG: Final = 128
 SPARE_THREADS: Final = 16  # threads of closed connections that have not ended
 _REQUEST: Final = re.compile(rb"([A-Z]{1,16}) (\S+) HTTP/1\.([01])\Z")
 _SINGLE_HEADERS: Final = frozenset({"host", "content-length", "content-range", "range", "authorization", "origin"})
@@ -48,6 +51,22 @@ def describe_listen_error(error: BaseException) -> str:
         return str(error)
     text = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror or error)
     return text[:1].lower() + text[1:]
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """Return a listening socket, or raise JobError."""
+    try:
+        if not 0 <= port <= MAX_PORT:  # `create_server` would leave its socket open
+            raise OSError(f"port {port} is not between 0 and {MAX_PORT}")
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, UnicodeError, TypeError) as error:  # the last two are raised for invalid host names
+        problem = describe_listen_error(error)
+        raise JobError(f"cannot listen at {_format_address(host, port)} ({problem}): choose another address") from None
+
+
+def _format_address(host: str, port: int) -> str:
+    return f"{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class RequestRefusedError(Exception):
@@ -120,7 +139,7 @@ def _plain_text_body(sentence: str) -> tuple[str, bytes]:
 
 
 class HttpServer:
-    """HTTP server at one address, which runs after `start`. The constructor may raise OSError.
+    """HTTP server at one address, which runs after `start`. The constructor may raise JobError.
 
     `handler` is called in the thread of a connection, and may raise RequestRefusedError. `context` returns the TLS
     context of a new connection. `error_body` returns content type and body for the sentence of a refusal.
@@ -140,14 +159,8 @@ class HttpServer:
         self._handler, self._context, self._error_body = handler, context, error_body
         self._thread_slots = threading.BoundedSemaphore(self.connections.limits.connections + SPARE_THREADS)
         self._closed = False
-        if not 0 <= port <= MAX_PORT:  # `create_server` would leave its socket open
-            raise OSError(f"port {port} is not between 0 and {MAX_PORT}")
-        try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            self._listener = socket.create_server((host, port), family=family, backlog=128)
-            self._listener.setblocking(False)
-        except (UnicodeError, TypeError) as error:  # raised for invalid host names
-            raise OSError(str(error)) from None
+        self._listener = open_listener(host, port)
+        self._listener.setblocking(False)
         self._thread = threading.Thread(target=self._accept_connections, name="http", daemon=True)
 
     @property
@@ -157,8 +170,7 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        host, port = self.address
-        return f"http{'s' if self._context else ''}://{f'[{host}]' if ':' in host else host}:{port}/"
+        return f"http{'s' if self._context else ''}://{_format_address(*self.address)}/"
 
     def start(self) -> None:
         self._thread.start()

@@ -164,7 +164,7 @@ def test_a_place_that_is_taken_is_named():
     with metrics_endpoint.serve_metrics("127.0.0.1:0", list) as place:
         taken = place.removeprefix("http://").removesuffix("/metrics")
         with (
-            pytest.raises(JobError, match=f"cannot be served at {taken} .address already in use.: choose"),
+            pytest.raises(JobError, match=f"cannot listen at {taken} .address already in use.: choose"),
             metrics_endpoint.serve_metrics(taken, list),
         ):
             pass

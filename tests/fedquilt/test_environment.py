@@ -58,3 +58,14 @@ def test_what_is_no_wheel_is_told(wheel, tmp_path):
 def test_a_whole_wheel_is_unpacked(tmp_path):
     virtual_environment.unpack_wheels([("toy.whl", io.BytesIO(packed()))], tmp_path, 1 << 20)
     assert (tmp_path / "toy.py").read_bytes() == b"x = 1\n" * 200
+
+
+def test_all_users_may_read_the_files_and_run_the_programs(tmp_path):
+    for name, mode in (("program", 0o700), ("text", 0o600), ("open", 0o666)):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(mode)
+    (tmp_path / "folder").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("absent")
+    virtual_environment.set_public_modes(tmp_path)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir() if not path.is_symlink()}
+    assert modes == {"program": 0o755, "text": 0o644, "open": 0o644, "folder": 0o755}

@@ -58,7 +58,7 @@ def test_a_place_that_is_taken_is_named_with_the_mend():
         taken = where.removeprefix("http://").removesuffix("/metrics")
         again = metrics_endpoint.serve_metrics(taken, lambda: FAMILIES)
         with (
-            pytest.raises(JobError, match=f"cannot be served at {taken} .address already in use.: choose"),
+            pytest.raises(JobError, match=f"cannot listen at {taken} .address already in use.: choose"),
             again,
         ):
             pytest.fail("served twice")

@@ -1,4 +1,4 @@
-"""Baselines of a stitched network: its donors, each with a new head."""
+"""Baselines of a stitched network: its donors, unmodified and with a new head."""
 
 from __future__ import annotations
 
@@ -74,6 +74,14 @@ class BaselineSetup:
         sums = joint_head.standardise_sums(moments.to_sums())
         head = joint_head.fit_discriminant(sums, joint_head.best_penalty(sums).ridge)
         return replace(network, head={"weights": head.weights, "bias": head.bias}, early=None)
+
+    def evaluate_unmodified(self) -> list[BaselineResult]:
+        """Evaluate all unmodified donors whose classes are aligned with the labels."""
+        return [
+            BaselineResult(name, self.mark_correct(StitchedNetwork((donor.blocks,), {}, align=donor.align)))
+            for name, donor in self.donor_pool.donors.items()
+            if donor.align is not None
+        ]
 
     def evaluate_new_heads(self) -> list[BaselineResult]:
         return [

@@ -18,14 +18,13 @@ import msgspec
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedquilt.core import FedquiltError, JobError, LinkError, WireError
+from fedquilt.core import FedquiltError, JobError, WireError
 from fedquilt.host.http_server import (
     ConnectionLimiter,
     ConnectionLimits,
     HttpExchange,
     HttpServer,
     RequestRefusedError,
-    describe_listen_error,
 )
 from fedquilt.security import enrolment
 from fedquilt.security.enrolment import SigningRequest, SigningResponse, is_renewal_due, key_fingerprint
@@ -164,18 +163,14 @@ class EnrolmentServer:
         self._context.verify_mode = ssl.CERT_OPTIONAL  # a device without certificate enrols by token
         self._context.load_verify_locations(authority.folder / "ca.crt")
         self._renew_certificate()
-        try:
-            self._http = HttpServer(
-                host,
-                port,
-                self._route_request,
-                connections=ConnectionLimiter(LIMITS, request_s=REQUEST_S) if connections is None else connections,
-                context=self._current_context,
-                error_body=lambda sentence: ("application/json", msgspec.json.encode(SigningResponse(reason=sentence))),
-            )
-        except OSError as error:
-            problem = describe_listen_error(error)
-            raise LinkError(f"cannot listen on {host}:{port} ({problem}): choose another HOST:PORT") from None
+        self._http = HttpServer(
+            host,
+            port,
+            self._route_request,
+            connections=ConnectionLimiter(LIMITS, request_s=REQUEST_S) if connections is None else connections,
+            context=self._current_context,
+            error_body=lambda sentence: ("application/json", msgspec.json.encode(SigningResponse(reason=sentence))),
+        )
 
     @property
     def port(self) -> int:

@@ -42,11 +42,24 @@ SMALL_SIDE: Final = 12  # largest image for a fully connected network
 
 @dataclass(frozen=True)
 class NewJob:
+    """Job to write. Raises JobError if a search has no images, or devices too few examples."""
+
     path: Path
     data: DataInspection
     method: str
     devices: int
     rounds: int
+
+    def __post_init__(self) -> None:
+        source, examples = self.data.data.get("path") or self.data.data["dataset"], self.data.examples
+        if self.is_search and "channels" not in self.data.input:
+            problem = f"examples of {source} have shape {self.data.shape}"
+            fix = "write your own [[donors]] (docs/jobs.md, examples/series_stitching)"
+            raise JobError(f"{self.method} needs donors, which `init` has only for images, but {problem}: {fix}")
+        most_devices = max(1, examples // MIN_EXAMPLES)
+        if self.devices > most_devices:
+            problem = f"{examples} examples are too few for {self.devices} devices"
+            raise JobError(f"{source}: {problem}: use --devices {most_devices} or fewer")
 
     @property
     def is_search(self) -> bool:
@@ -90,21 +103,10 @@ class NewJob:
     def write(self, *, force: bool = False) -> None:
         """Write the job file, and the digits into the same folder if they are the data.
 
-        Raises:
-            JobError: If the method is a search, and the examples are not images.
-            StoreError: If a file with other content exists and `force` is false.
+        Raise StoreError if a file with other content exists and `force` is false.
         """
-        path = self.data.data.get("path")
-        if self.is_search and "channels" not in self.data.input:
-            problem = f"examples of {path or self.data.data['dataset']} have shape {self.data.shape}"
-            fix = "write your own [[donors]] (docs/jobs.md, examples/series_stitching)"
-            raise JobError(f"{self.method} needs donors, which `init` has only for images, but {problem}: {fix}")
-        most_devices = max(1, self.data.examples // MIN_EXAMPLES)
-        if self.devices > most_devices:
-            problem = f"{self.data.examples} examples are too few for {self.devices} devices"
-            raise JobError(f"{path or self.data.data['dataset']}: {problem}: use --devices {most_devices} or fewer")
         text, digits_copy = "\n".join(self._format_lines()) + "\n", self.path.with_name(find_digits().name)
-        has_digits = path == str(find_digits())
+        has_digits = self.data.data.get("path") == str(find_digits())
         if not force:
             _require_same_or_absent(self.path, text.encode())
             if has_digits:

@@ -26,7 +26,7 @@ def write_run_page(store: Store, run: str, out: Path | None) -> Path:
     return file
 
 
-def render_run_page(run: RunData) -> str:
+def render_run_page(run: RunData, donors: rendering.PageSection | None = None) -> str:
     row = run.row
     return rendering.render_page(
         "run.html",
@@ -40,6 +40,7 @@ def render_run_page(run: RunData) -> str:
         timeline=sections.make_timeline_section(run),
         devices=sections.make_device_section(run),
         bytes=sections.make_bytes_section(run),
+        donors=donors,
         front=run_data.make_candidate_section(run.candidates, row.job),
         matrix=sections.make_device_matrix(run.parts, run.summary.final_evaluation_round) if run.parts else None,
         reasons=sections.make_reason_table(run),

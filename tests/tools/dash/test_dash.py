@@ -324,4 +324,4 @@ def test_what_cannot_be_served_is_said(
     assert cli.main(["dash", "--home", str(home), "--listen", "8080"]) == 2
     assert "HOST:PORT" in capsys.readouterr().err
     assert cli.main(["dash", "--home", str(home), "--listen", f"127.0.0.1:{dash.port}"]) == 2
-    assert "choose another --listen" in capsys.readouterr().err
+    assert "choose another address" in capsys.readouterr().err

@@ -30,7 +30,7 @@ def test_the_demo_prints_a_line_for_each_round_and_few_others_without_colours(to
     lines = shown.splitlines()
     rounds = [line for line in lines if re.match(r"\[ .*\] round \d+ of 60: [\d.]+ k?J predicted, ", line)]
     assert len(rounds) > 5
-    assert len(lines) - len(rounds) <= 36
+    assert len(lines) - len(rounds) <= 42
     assert max(len(line.replace(str(out), "")) for line in lines) <= 80
     assert "\x1b" not in shown
     assert "\r" not in shown
@@ -48,6 +48,8 @@ def test_the_demo_prints_a_line_for_each_round_and_few_others_without_colours(to
     interval = re.search(r"Over \w+ \+ new head, the 95 % interval is \[([\d.]+), ([\d.]+)\] points\.", unwrapped)
     assert interval is not None  # a sign would not match: the whole interval is above 0
     assert 0 < float(interval[1]) < float(interval[2])
+    gains = [line.split()[0] for line in lines if re.match(r"\w+ +([\d.]+ +){3}\[", line)]
+    assert gains == ["upright", "turned", "negative"]
     assert lines[-2].endswith("; report of the run, with plots (--open shows it):")
     assert lines[-1] == f"  {out / 'report.html'}"
     assert " torch" not in imported  # the coordinator, the comparisons, the export and the page need none
@@ -57,6 +59,8 @@ def test_the_demo_prints_a_line_for_each_round_and_few_others_without_colours(to
 def test_the_page_is_that_of_the_run(told: tuple[Path, str, str]) -> None:
     page = (told[0] / "report.html").read_text(encoding="utf-8")
     assert "accuracy on the test set" in page
+    assert "What each donor contributes" in page
+    assert "as it is, %" in page
     assert "method = &#34;fedstitch&#34;" in page
     assert "[[donors]]" in page
     assert "<script" not in page
@@ -87,7 +91,10 @@ def test_the_demo_stitches_a_network_and_sets_it_beside_everything_it_has_to_bea
         if name != demo.STITCHED:
             assert stitched["accuracy"] > row["accuracy"], name
     assert 0 < result["lead"][0] < result["lead"][1]
-    assert {f"donor {name} + new head" for name in ("upright", "turned", "negative")} < set(rows)
+    assert [donor["name"] for donor in result["donors"]] == ["upright", "turned", "negative"]
+    for donor in result["donors"]:
+        assert donor["unmodified"] < donor["head"] < donor["depths"] < stitched["accuracy"]
+        assert donor["without"] < stitched["accuracy"]
     assert stitched["accuracy"] > 0.9
     scratch = rows["FedAvg from scratch"]
     assert scratch["accuracy"] > 0.6

@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from fedquilt.core import Bundle, Examples, Method
 from fedquilt.methods.fedstitch import METHOD, SearchParams
+from fedquilt.models import stitching
 from fedquilt.models.stitching.search import steps
 from fedquilt.models.stitching.search.state import ScoredPath, SearchState, resolve_settings
 from fedquilt.models.stitching.vote import Winner
@@ -72,3 +74,16 @@ def test_a_donors_new_head_is_that_of_a_job_in_which_devices_are_asked_one_by_on
         alone = (made.donor_pool.donors[each.name].blocks[:-1],)
         number = next(i for i, candidate in enumerate(run[-1].candidates, 1) if candidate.paths == alone)
         assert made.compute_accuracy(METHOD.candidate(run[-1], number)) == each.accuracy
+
+
+def test_donors_are_tested_as_they_are(tmp_path: Path) -> None:
+    made = bench(tmp_path)
+    found = made.evaluate_unmodified()
+    assert [each.name for each in found] == ["ash", "elm"]
+    stock = stitching.stitched_network.load_donor_pool(made.bundle.meta)
+    x = (made.test.x[:, None].astype(np.float32) / 255 - 0.5) / 0.5
+    for each in found:
+        logits = x
+        for name in stock.donors[each.name].blocks:
+            logits = made.engine.run(Path(f"{name}.onnx"), logits)
+        assert each.accuracy == pytest.approx(float((logits.argmax(axis=1) == made.test.y).mean()))

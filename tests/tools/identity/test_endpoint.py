@@ -216,7 +216,7 @@ def test_a_revocation_list_that_cannot_be_read_is_answered_and_logged(
 
 
 def test_a_port_in_use_says_so(site: Site) -> None:
-    with pytest.raises(LinkError, match=f"cannot listen on 127.0.0.1:{site.endpoint.port}"):
+    with pytest.raises(JobError, match=f"cannot listen at 127.0.0.1:{site.endpoint.port}"):
         EnrolmentServer(site.authority, "127.0.0.1", site.endpoint.port, ["localhost"])
 
 

@@ -66,5 +66,5 @@ def test_what_cannot_be_served_says_why(models: Path, tmp_path: Path, capsys: py
     assert "deploy one with `fedquilt rollout model`" in said
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, said = refused(str(models), "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
-    assert (code, "address already in use): choose another --listen" in said) == (2, True)
+    assert (code, "address already in use): choose another address" in said) == (2, True)
     assert refused(str(models), "--listen", "nowhere")[0] == 2

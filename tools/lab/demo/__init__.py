@@ -12,8 +12,8 @@ import tempfile
 import textwrap
 import time
 import webbrowser
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,9 +34,10 @@ from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.stitched_network import DonorPool, StitchedNetwork
 from fedquilt.tools.artefacts import export, prepare
 from fedquilt.tools.experiments import evaluation, tables
-from fedquilt.tools.experiments.baselines import BaselineResult, BaselineSetup, pool_examples, run_search
+from fedquilt.tools.experiments.baselines import BaselineSetup, pool_examples, run_search
 from fedquilt.tools.experiments.single_run import run_seed
 from fedquilt.tools.report import render_run_page
+from fedquilt.tools.report.rendering import HtmlTable, PageSection
 from fedquilt.tools.report.run_data import load_run_data
 from fedquilt.tools.simulation import DeviceData, agents
 from fedquilt.tools.simulation.agents import FleetPlan
@@ -47,6 +48,8 @@ SCRATCH_NAME: Final = "FedAvg from scratch"
 SCRATCH_PARAMS: Final = {"lr": 0.2, "batch": 16}
 HERE = Path(__file__).parent
 STITCHED, ALONE = "stitched by all boards", "stitched by one (mean)"
+DEPTHS = "all depths: the donor with a new head on all its depths"
+WITHOUT = "without it: the boards' network without the donor's blocks; gain: 95 % interval"
 
 
 class NetworkResult(msgspec.Struct, frozen=True):
@@ -65,13 +68,27 @@ class DeviceAccuracy(msgspec.Struct, frozen=True):
     alone: float  # on the test digits
 
 
+class DonorContribution(msgspec.Struct, frozen=True):
+    """Accuracies of a donor on the test digits, and its contribution to the stitched network."""
+
+    name: str
+    unmodified: float
+    head: float  # with a new last layer
+    depths: float  # with a new last layer on all its depths
+    without: float | None  # of the network without the donor's blocks, None if no block is left
+    gain: tuple[float, float] | None  # 95 % interval of the accuracy gained with the donor, paired by test digits
+
+
 @dataclass(frozen=True)
 class DemoComparison:
-    donors: Sequence[BaselineResult]  # with new heads
-    best_donor: BaselineResult  # selected on the test digits, which favours the donor
+    donors: Sequence[DonorContribution]
     lead: tuple[float, float]  # 95 % interval over `best_donor`, paired by test digits
     devices: Sequence[DeviceAccuracy]
     scratch: NetworkResult
+
+    @property
+    def best_donor(self) -> DonorContribution:
+        return max(self.donors, key=lambda donor: donor.head)  # selected on the test digits, which favours the donor
 
 
 def compare_networks(
@@ -98,15 +115,39 @@ def compare_networks(
                 member.device, len(member.train) + len(member.held_out), setup.compute_accuracy(artefact_of_device)
             )
         )
-    report_progress("donors with new heads")
+    report_progress("what each donor contributes")
     network = stitched_network.from_artefact(artefact.meta, artefact.tensors)
     correct = setup.mark_correct(network)
-    donors = setup.evaluate_new_heads()
-    best_donor = max(donors, key=lambda donor: donor.accuracy)
+    heads = setup.evaluate_new_heads()
+    donors = measure_contributions(setup, network, correct, {row.name: row.accuracy for row in heads})
+    best = max(heads, key=lambda row: row.accuracy)
     report_progress(f"{rounds} rounds of FedAvg")
     scratch = train_from_scratch(plan.job, rounds, count_weights(network, setup.donor_pool))
-    gains = correct.astype(float) - best_donor.correct.astype(float)
-    return DemoComparison(donors, best_donor, tables.confidence_interval(gains.tolist()), accuracies, scratch)
+    return DemoComparison(donors, _paired_interval(correct, best.correct), accuracies, scratch)
+
+
+def measure_contributions(
+    setup: BaselineSetup, network: StitchedNetwork, correct: np.ndarray, heads: Mapping[str, float]
+) -> list[DonorContribution]:
+    unmodified = {row.name: row.accuracy for row in setup.evaluate_unmodified()}
+    contributions = []
+    for name, donor in setup.donor_pool.donors.items():
+        depths = tuple(donor.blocks[: index + 1] for index in range(len(donor.blocks) - 1))
+        remaining_paths = tuple(path for path in network.taps if set(path).isdisjoint(donor.blocks))
+        correct_without = (
+            setup.mark_correct(setup.fit_new_head(replace(network, taps=remaining_paths))) if remaining_paths else None
+        )
+        contributions.append(
+            DonorContribution(
+                name,
+                unmodified[name],
+                heads[name],
+                float(setup.mark_correct(setup.fit_new_head(StitchedNetwork(depths, {}))).mean()),
+                None if correct_without is None else float(correct_without.mean()),
+                None if correct_without is None else _paired_interval(correct, correct_without),
+            )
+        )
+    return contributions
 
 
 def count_weights(network: StitchedNetwork, stock: DonorPool) -> int:
@@ -116,6 +157,10 @@ def count_weights(network: StitchedNetwork, stock: DonorPool) -> int:
     return sum(stock.blocks[block].weight_bytes // 4 for block in used_blocks) + sum(
         array.size for arrays in solved_layers for array in arrays.values()
     )
+
+
+def _paired_interval(correct: np.ndarray, baseline: np.ndarray) -> tuple[float, float]:
+    return tables.confidence_interval((correct.astype(float) - baseline.astype(float)).tolist())
 
 
 def train_from_scratch(job: JobSettings, rounds: int, size: int) -> NetworkResult:
@@ -179,10 +224,13 @@ def run_demo(out: Path, format: str = "text", verbose: bool = False, show: bool 
     networks = _list_networks(stitched, comparison)
     np.savez_compressed(out / "held-out.npz", x=test.x, y=test.y)
     report = out / "report.html"
-    disk.write_output(report, render_run_page(run_data))
+    head, *rows = make_donor_table(comparison.donors)
+    section = PageSection(table=HtmlTable(head, rows), notes=[DEPTHS, WITHOUT])
+    disk.write_output(report, render_run_page(run_data, section))
     result = {
         "run": run,
         "accuracy": msgspec.to_builtins(networks),
+        "donors": msgspec.to_builtins(comparison.donors),
         "lead": comparison.lead,
         "alone": msgspec.to_builtins(comparison.devices),
         "devices": {name: cost.to_table() for name, cost in run_data.summary.device_costs().items()},
@@ -234,7 +282,7 @@ def _wrap_text(text: str) -> list[str]:
 def _list_networks(stitched: NetworkResult, comparison: DemoComparison) -> list[NetworkResult]:
     return [
         stitched,
-        *(NetworkResult(f"donor {donor.name} + new head", donor.accuracy) for donor in comparison.donors),
+        *(NetworkResult(f"donor {donor.name} + new head", donor.head) for donor in comparison.donors),
         comparison.scratch,
         NetworkResult(ALONE, float(np.mean([device.alone for device in comparison.devices]))),
     ]
@@ -256,8 +304,9 @@ def _format_results(networks: Sequence[NetworkResult], comparison: DemoCompariso
         energy = "-" if network.energy_j is None else run_summary.format_joules(network.energy_j)
         transferred = "-" if network.moved_bytes is None else units.format_bytes(network.moved_bytes)
         lines.append(f"{network.name:29} {100 * network.accuracy:6.1f} {energy:>8} {transferred:>8}")
-    low, high = (100 * end for end in comparison.lead)
-    lead = f"Over {comparison.best_donor.name} + new head, the 95 % interval is [{low:.1f}, {high:.1f}] points."
+    lead = (
+        f"Over {comparison.best_donor.name} + new head, the 95 % interval is {_format_points(comparison.lead)} points."
+    )
     lines += [*_wrap_text(format_verdict(networks)), *_wrap_text(lead)]
     lines += [
         "+ new head: last layer solved from all images in one place, as no board would",
@@ -265,4 +314,24 @@ def _format_results(networks: Sequence[NetworkResult], comparison: DemoCompariso
         "energy: as the boards' profiles predict; accuracy and bytes: measured",
         "",
     ]
-    return lines
+    columns, *rows = make_donor_table(comparison.donors)
+    header, *donor_lines = table.format_table([columns, *rows], "<>>>>")
+    return [*lines, table.colour_text(header, "bold"), *donor_lines, *_wrap_text(DEPTHS), *_wrap_text(WITHOUT)]
+
+
+def make_donor_table(donors: Sequence[DonorContribution]) -> list[list[str]]:
+    rows = [
+        [
+            donor.name,
+            f"{100 * donor.unmodified:.1f}",
+            f"{100 * donor.depths:.1f}",
+            "-" if donor.without is None else f"{100 * donor.without:.1f}",
+            "-" if donor.gain is None else _format_points(donor.gain),
+        ]
+        for donor in donors
+    ]
+    return [["donor", "as it is, %", "all depths, %", "without it, %", "gain, points"], *rows]
+
+
+def _format_points(interval: tuple[float, float]) -> str:
+    return f"[{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"

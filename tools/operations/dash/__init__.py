@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final
 
 from fedquilt import extras, metrics_endpoint, systemd
 from fedquilt.coordinator import settings
-from fedquilt.core import JobError
 from fedquilt.host import disk
-from fedquilt.host.http_server import ConnectionLimiter, describe_listen_error, raise_descriptor_limit
+from fedquilt.host.http_server import ConnectionLimiter, open_listener, raise_descriptor_limit
 
 TOKEN_FILE: Final = "dash.token"  # noqa: S105  # a file's name
-BACKLOG: Final = 128
 
 
 def serve_dashboard(
@@ -45,7 +42,7 @@ def serve_dashboard(
     from fedquilt.tools.operations.dash.home_watcher import HomeWatcher
 
     connections = ConnectionLimiter(settings.load_limits(home).http) if connections is None else connections
-    with contextlib.closing(_open_listening_socket(listen)) as listener:
+    with contextlib.closing(open_listener(*metrics_endpoint.parse_listen_address(listen))) as listener:
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
         access_policy = AccessPolicy(port=port) if actions else None
@@ -94,24 +91,6 @@ async def _close_watch_on_exit(server: Any, watcher: Any) -> None:
     while not server.should_exit:
         await asyncio.sleep(0.2)
     watcher.close()
-
-
-def _open_listening_socket(listen: str) -> socket.socket:
-    host, port = metrics_endpoint.parse_listen_address(listen)
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except BaseException:
-            listener.close()
-            raise
-    except OSError as error:
-        problem = describe_listen_error(error)
-        raise JobError(f"dashboard cannot listen at {listen} ({problem}): choose another --listen") from None
-    return listener
 
 
 def write_token(home: Path, token: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt import metrics_endpoint
-from fedquilt.core import DECODE_ERRORS, DataError, FedquiltError, JobError
+from fedquilt.core import DECODE_ERRORS, DataError, FedquiltError
 from fedquilt.host import http_server
 from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits, HttpExchange, HttpServer, RequestRefusedError
 from fedquilt.tools.operations import access_control
@@ -59,11 +59,7 @@ def serve_model(location: Path, listen: str, *, print_line: Callable[[str], None
 
 @contextlib.contextmanager
 def _serve_http(service: ModelService, address: tuple[str, int]) -> Iterator[str]:
-    try:
-        server = InferenceServer(service, *address)
-    except OSError as error:
-        place, problem = f"{address[0]}:{address[1]}", http_server.describe_listen_error(error)
-        raise JobError(f"cannot listen at {place} ({problem}): choose another --listen") from None
+    server = InferenceServer(service, *address)
     server.start()
     try:
         yield server.url
