@@ -251,7 +251,7 @@ def write_files(result: dict[str, Any], runs: Sequence[SeedRun], out: Path) -> t
     """Write compare.json and, with the extra `report`, the plots and compare.html into `out`.
 
     Returns:
-        The paths of the files, and the reason for a missing report, or "".
+        The names of the files, and the reason for a missing report, or "".
     """
     files, problem = {"compare.json": msgspec.json.format(msgspec.json.encode(result)).decode() + "\n"}, ""
     try:
@@ -260,7 +260,7 @@ def write_files(result: dict[str, Any], runs: Sequence[SeedRun], out: Path) -> t
         problem = f"no report: {extras.missing_message(error.name or '')}"
     for name, text in files.items():
         write_output(out / name, text)
-    return [str(out / name) for name in files], problem
+    return list(files), problem
 
 
 def _make_report(result: dict[str, Any], runs: Sequence[SeedRun]) -> dict[str, str]:
