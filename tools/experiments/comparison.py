@@ -127,7 +127,10 @@ def describe_other_params(job: JobSettings, cases: Sequence[ComparisonCase]) -> 
         known_names = {field.name for field in dataclasses.fields(methods.load(method).params)}
         refused = [key for key in job.params if key in known_names and key not in params]
         if refused:
-            lines.append(f"{method} refuses {', '.join(refused)} of [params], and runs with its defaults of these")
+            lines.append(
+                f"{method} refuses {', '.join(refused)} of [params], and runs with its defaults: tune it, "
+                f"as by --set {method}.lr=VALUE"
+            )
     return lines
 
 

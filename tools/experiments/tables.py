@@ -151,7 +151,7 @@ def make_table_notes(result: dict[str, Any]) -> list[str]:
         f"{metric.title}: on the {result['accuracy_on']} after the last round, mean and sd over seeds; "
         "best: of any round",
         cost_note,
-        "J: energy of tasks on the simulated boards; board s: duration of rounds there; real s: on this machine",
+        "J: energy of tasks, predicted by profiles; board s: duration of rounds there; real s: on this machine",
     ]
 
 
@@ -196,7 +196,7 @@ def make_cost_plots(by_name: Mapping[str, Sequence[SeedRun]], target: float | No
     for cost, title, unit in (
         ("rounds", "by round", "rounds"),
         ("bytes", "by bytes", "B, down and up"),
-        ("energy_j", "by energy", "J of the boards"),
+        ("energy_j", "by energy", "J of the boards, predicted"),
         ("seconds", "by the boards' time", "s of the slowest board"),
         ("real_s", "by this machine's time", "s"),
     ):
