@@ -21,6 +21,7 @@ import msgspec
 
 from fedquilt import methods, metrics
 from fedquilt.console import progress, units
+from fedquilt.console.table import fold_line
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.settings import JobSettings, require_matching_bundle
 from fedquilt.coordinator.storage.rows import make_run_id
@@ -126,7 +127,10 @@ def describe_other_params(job: JobSettings, cases: Sequence[ComparisonCase]) -> 
         known_names = {field.name for field in dataclasses.fields(methods.load(method).params)}
         refused = [key for key in job.params if key in known_names and key not in params]
         if refused:
-            lines.append(f"{method} refuses {', '.join(refused)} of [params], and runs with its defaults of these")
+            lines.append(
+                f"{method} refuses {', '.join(refused)} of [params], and runs with its defaults: tune it, "
+                f"as by --set {method}.lr=VALUE"
+            )
     return lines
 
 
@@ -293,14 +297,16 @@ def compare_and_print(
     runs_by_case, failed = run_cases(todo, out, run_case, progress.LINE.print_lines)
     runs, note = select_scores(list(runs_by_case.values()))
     result = tables.make_result(job.name, runs, target, failed, note)
-    files, problem = tables.write_files(result, runs, out / make_run_id(job.name, time.time()))
+    folder = out / make_run_id(job.name, time.time())
+    files, problem = tables.write_files(result, runs, folder)
     notes = [problem] if problem else []
     if format == "json":
         print(msgspec.json.format(msgspec.json.encode(result)).decode())
         progress.LINE.print_lines(*notes)
     else:
         failures = [f"failed: {failure}" for failure in failed]
-        print("\n".join([*tables.format_table(result), *failures, *files, *notes]))
+        written = [str(folder), *fold_line(f"  {', '.join(files)}", 2)]
+        print("\n".join([*tables.format_table(result), *failures, *written, *notes]))
     return 1 if failed else 0
 
 

@@ -151,7 +151,7 @@ def make_table_notes(result: dict[str, Any]) -> list[str]:
         f"{metric.title}: on the {result['accuracy_on']} after the last round, mean and sd over seeds; "
         "best: of any round",
         cost_note,
-        "J: energy of tasks on the simulated boards; board s: duration of rounds there; real s: on this machine",
+        "J: energy of tasks, predicted by profiles; board s: duration of rounds there; real s: on this machine",
     ]
 
 
@@ -196,7 +196,7 @@ def make_cost_plots(by_name: Mapping[str, Sequence[SeedRun]], target: float | No
     for cost, title, unit in (
         ("rounds", "by round", "rounds"),
         ("bytes", "by bytes", "B, down and up"),
-        ("energy_j", "by energy", "J of the boards"),
+        ("energy_j", "by energy", "J of the boards, predicted"),
         ("seconds", "by the boards' time", "s of the slowest board"),
         ("real_s", "by this machine's time", "s"),
     ):
@@ -251,7 +251,7 @@ def write_files(result: dict[str, Any], runs: Sequence[SeedRun], out: Path) -> t
     """Write compare.json and, with the extra `report`, the plots and compare.html into `out`.
 
     Returns:
-        The paths of the files, and the reason for a missing report, or "".
+        The names of the files, and the reason for a missing report, or "".
     """
     files, problem = {"compare.json": msgspec.json.format(msgspec.json.encode(result)).decode() + "\n"}, ""
     try:
@@ -260,7 +260,7 @@ def write_files(result: dict[str, Any], runs: Sequence[SeedRun], out: Path) -> t
         problem = f"no report: {extras.missing_message(error.name or '')}"
     for name, text in files.items():
         write_output(out / name, text)
-    return [str(out / name) for name in files], problem
+    return list(files), problem
 
 
 def _make_report(result: dict[str, Any], runs: Sequence[SeedRun]) -> dict[str, str]:
