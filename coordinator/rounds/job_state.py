@@ -228,13 +228,8 @@ class JobState(msgspec.Struct, frozen=True):
         """Return the round, attempt and state of a device's task, which may be earlier in buffered mode."""
         return self.earlier_versions.get(device) or TaskVersion(self.round, self.attempt, self.state)
 
-    def is_new_contributor(self, device: str) -> bool:
-        """Return whether no update of a device has been aggregated, evaluations aside."""
-        return not self.history.get(device, NEVER).without(self.evaluation_rounds)
-
     def staleness(self, update: Update) -> int:
-        """Return the number of commits since the state from which an update was computed."""
-        return self.round - update.round
+        return self.round - update.round  # commits since the state from which the update was computed
 
     @property
     def completed_rounds(self) -> int:  # without evaluation rounds
@@ -546,12 +541,8 @@ def _rewind_to_round(state: JobState, round: int) -> JobState:
     last_selected_rounds = RoundColumn(
         {device: min(last_round, round) for device, last_round in state.last_selected_rounds.items()}
     )
-    return replace(
-        _clear_round(state, round),
-        history=history,
-        last_selected_rounds=last_selected_rounds,
-        evaluation_rounds=state.evaluation_rounds.rounds_before(round),
-    )
+    state = replace(_clear_round(state, round), history=history, last_selected_rounds=last_selected_rounds)
+    return replace(state, evaluation_rounds=state.evaluation_rounds.rounds_before(round))
 
 
 def _apply_round_committed(state: JobState, event: events.RoundCommitted, now_s: float) -> JobState:
@@ -571,9 +562,7 @@ def _apply_round_committed(state: JobState, event: events.RoundCommitted, now_s:
         is_method_done=state.is_method_done or event.finished,
         is_final_evaluation_done=state.is_work_done and not state.is_evaluation_round,
         is_evaluation_round=False,
-        evaluation_rounds=state.evaluation_rounds.with_round(state.round)
-        if event.is_evaluation_round
-        else state.evaluation_rounds,
+        evaluation_rounds=state.evaluation_rounds.with_round(state.round, is_in=event.is_evaluation_round),
         usage=replace(state.usage, wall_s=state.usage.wall_s + event.took_s),
         best=state.best_after(event.evaluation),
     )
@@ -589,9 +578,8 @@ def _apply_round_committed(state: JobState, event: events.RoundCommitted, now_s:
 
 def _is_evaluation_round_next(state: JobState) -> bool:
     is_evaluation_due = bool(every := state.constants.check_every) and state.completed_rounds % every == 0
-    return not state.is_final_evaluation_done and (
-        state.is_work_done or is_evaluation_due or state.reached_limit is not None
-    )
+    is_due = is_evaluation_due or state.is_work_done or state.reached_limit is not None
+    return is_due and not state.is_final_evaluation_done
 
 
 class JobView(Protocol):
