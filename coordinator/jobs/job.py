@@ -171,7 +171,8 @@ class RunningJob:
         if (task_spec := cached_spec or self._task_spec_for_device(device, profile)) is None:
             return None
         self._device_seed = self._device_seed or seed_deriver(self.job.seed, self.job.name, self.job_state.round)
-        task_actions, remaining_s = actions or self.job_state.task_actions, self.job_state.remaining_s(device, now_s)
+        task_actions = self.job_state.task_actions if actions is None else actions
+        remaining_s = self.job_state.remaining_s(device, now_s)
         version = TaskVersion(self.job_state.round, self.job_state.attempt, self.job_state.state)
         task = self._task_spec_cache.reuse_or_build_task(
             task_spec,
