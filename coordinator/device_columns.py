@@ -36,8 +36,8 @@ class RoundBitmap(Sequence[int]):
     def to_bytes(self) -> bytes:
         return self._bits.to_bytes((self._bits.bit_length() + 7) // 8, "little")
 
-    def with_round(self, round: int) -> RoundBitmap:
-        return RoundBitmap(self._bits | 1 << round)
+    def with_round(self, round: int, *, is_in: bool = True) -> RoundBitmap:
+        return RoundBitmap(self._bits | 1 << round) if is_in else self
 
     def rounds_before(self, round: int) -> RoundBitmap:
         return RoundBitmap(self._bits & (1 << round) - 1)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
@@ -260,10 +261,10 @@ def require_minimum_updates(job: JobSettings, min_updates: int) -> None:
             f"[cohort] size = {cohort.size} is too small: with its [params] {job.method} needs at least "
             f"{min_updates} updates in a round"
         )
-    possible_updates = max(cohort.min_devices, math.ceil(cohort.size * cohort.quorum), 1)
-    if possible_updates < min_updates:
+    fewest_updates = max(cohort.min_devices, math.ceil(cohort.size * cohort.quorum), 1)
+    if fewest_updates < min_updates:
         raise JobError(
-            f"[cohort] allows rounds with {possible_updates} {'update' if possible_updates == 1 else 'updates'}, but "
+            f"[cohort] allows rounds with {fewest_updates} {'update' if fewest_updates == 1 else 'updates'}, but "
             f"with these [params] {job.method} needs at least {min_updates}: set min_devices = {min_updates}"
         )
 
@@ -451,7 +452,7 @@ def make_paths_absolute(table: Mapping[str, Any], folder: Path) -> dict[str, Any
         return {
             key: toml.absolute_path(value, folder)
             if isinstance(value, str)
-            and (key in ("path", "vocabulary") or (key in ("weights", "classes") and (folder / value).exists()))
+            and (key in ("path", "vocabulary") or (key in ("weights", "classes") and os.path.isfile(folder / value)))
             else (anchor_paths(value) if key in ("sources", "text", "tier", *peak_memory.TIER_BYTES) else value)
             for key, value in entry.items()
         }

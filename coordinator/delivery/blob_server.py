@@ -174,19 +174,19 @@ class BlobServer:
     def _send_blob(self, request: HttpExchange, grant: AccessGrant) -> None:
         size = grant.ref.size
         start, end = _parse_range(request.headers.get("range"), size)
-        self._charge_bytes(grant, 0)
+        self._require_bytes_left(grant)
         if not size:
             self._charge_bytes(grant, 1)  # an empty blob counts as one byte
         try:
-            file = self._blob_store.open_blob_file(grant.ref.sha256)
+            descriptor = self._blob_store.open_blob_file(grant.ref.sha256)
         except StoreError:
             raise RequestRefusedError(404, "the blob has been deleted") from None
-        with open(file, "rb", buffering=0):
+        with open(descriptor, "rb", buffering=0):
             headers = {"Content-Length": str(end - start), "Accept-Ranges": "bytes"}
             if "range" in request.headers:
                 headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
             request.send_response(206 if "range" in request.headers else 200, headers, None)
-            send_file(request.socket, file, start, end - start, lambda sent: self._charge_bytes(grant, sent))
+            send_file(request.socket, descriptor, start, end - start, lambda sent: self._charge_bytes(grant, sent))
 
     def _receive_blob(self, request: HttpExchange, grant: AccessGrant, writer: BlobWriter) -> None:
         match = _CONTENT_RANGE.match(request.headers.get("content-range", ""))
@@ -200,7 +200,7 @@ class BlobServer:
             or end - start != request.size
         ):
             raise RequestRefusedError(409, "Content-Range differs from the expected range: resume at Upload-Offset")
-        self._charge_bytes(grant, 0)
+        self._require_bytes_left(grant)
 
         def write_piece(piece: memoryview) -> None:
             writer.write(piece, writer_id)
@@ -227,12 +227,14 @@ class BlobServer:
             raise RequestRefusedError(status, "the blob was not stored") from None
         self._report_result(TransferResult(key, writer, None))
 
+    def _require_bytes_left(self, grant: AccessGrant) -> None:
+        with self._lock:
+            if grant.remaining_bytes <= 0:
+                raise RequestRefusedError(429, "the blob was transferred too often with this token")
+
     def _charge_bytes(self, grant: AccessGrant, size: int) -> None:
-        """Reduce the grant by `size` sent bytes. With size 0, raise RequestRefusedError if no bytes are left."""
         with self._lock:
             grant.remaining_bytes -= size
-            if grant.remaining_bytes <= 0 and not size:
-                raise RequestRefusedError(429, "the blob was transferred too often with this token")
 
 
 def _granted_bytes(ref: BlobRef) -> int:

@@ -36,7 +36,7 @@ class CurrentTask(msgspec.Struct, frozen=True):
     step: Literal["asked", "working", "waiting", "sending"]  # waiting: queued for a large transfer
     since: float
     fraction: float | None = None  # progress from 0 to 1
-    is_evaluation: bool = False  # whether the task is only an evaluation, which has no round number for people
+    is_evaluation: bool = False  # whether the task is of the final evaluation, which has no number for people
 
 
 class LatestDecline(msgspec.Struct, frozen=True):

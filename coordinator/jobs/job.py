@@ -166,7 +166,8 @@ class RunningJob:
         if (task_spec := cached_spec or self._task_spec_for_device(device, profile)) is None:
             return None
         self._device_seed = self._device_seed or seed_deriver(self.job.seed, self.job.name, self.job_state.round)
-        task_actions, remaining_s = actions or self.job_state.task_actions, self.job_state.remaining_s(device, now_s)
+        task_actions = self.job_state.task_actions if actions is None else actions
+        remaining_s = self.job_state.remaining_s(device, now_s)
         version = TaskVersion(self.job_state.round, self.job_state.attempt, self.job_state.state)
         task = self._task_spec_cache.reuse_or_build_task(
             task_spec,
@@ -321,7 +322,8 @@ class RunningJob:
         work, check = "work" in self.job_state.task_actions, "check" in self.job_state.task_actions
         priors, task = self.job_state.constants.class_priors, self._prediction_task
         bounds = validation.ClaimBounds(workload, limit_s, max_weight, max_examples, right, check, *task, priors)
-        bounds = bounds._replace(is_new=self.job_state.is_new_contributor(device))
+        trained_rounds = self.job_state.history.get(device, NEVER).without(self.job_state.evaluation_rounds)
+        bounds = bounds._replace(is_new=not trained_rounds)
         read_update = self.build_update_reader(update, profile, bounds, large=large)
 
         def validate() -> UpdateValidated:

@@ -496,12 +496,8 @@ def _rewind_to_round(state: JobState, round: int) -> JobState:
     last_selected_rounds = RoundColumn(
         {device: min(last_round, round) for device, last_round in state.last_selected_rounds.items()}
     )
-    return replace(
-        _clear_round(state, round),
-        history=history,
-        last_selected_rounds=last_selected_rounds,
-        evaluation_rounds=state.evaluation_rounds.rounds_before(round),
-    )
+    state = replace(_clear_round(state, round), history=history, last_selected_rounds=last_selected_rounds)
+    return replace(state, evaluation_rounds=state.evaluation_rounds.rounds_before(round))
 
 
 def _apply_round_committed(state: JobState, event: events.RoundCommitted, now_s: float) -> JobState:
@@ -521,9 +517,7 @@ def _apply_round_committed(state: JobState, event: events.RoundCommitted, now_s:
         is_method_done=state.is_method_done or event.finished,
         is_final_evaluation_done=state.is_work_done and not state.is_evaluation_round,
         is_evaluation_round=False,
-        evaluation_rounds=state.evaluation_rounds.with_round(state.round)
-        if event.is_evaluation_round
-        else state.evaluation_rounds,
+        evaluation_rounds=state.evaluation_rounds.with_round(state.round, is_in=event.is_evaluation_round),
         usage=replace(state.usage, wall_s=state.usage.wall_s + event.took_s),
         best=state.best_after(event.evaluation),
     )
@@ -539,9 +533,8 @@ def _apply_round_committed(state: JobState, event: events.RoundCommitted, now_s:
 
 def _is_evaluation_round_next(state: JobState) -> bool:
     is_evaluation_due = bool(every := state.constants.check_every) and state.completed_rounds % every == 0
-    return not state.is_final_evaluation_done and (
-        state.is_work_done or is_evaluation_due or state.reached_limit is not None
-    )
+    is_due = is_evaluation_due or state.is_work_done or state.reached_limit is not None
+    return is_due and not state.is_final_evaluation_done
 
 
 class JobView(Protocol):

@@ -10,6 +10,7 @@ database that SQLite finds damaged is read-only.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sqlite3
@@ -74,11 +75,12 @@ def _make_tables(db: sqlite3.Connection) -> None:
         db.executescript(f"begin immediate; {schema} pragma user_version = {VERSION}; commit;")
 
 
-def find_damage(db: sqlite3.Connection, limit_s: float = INTEGRITY_CHECK_S) -> str:
+def repair_and_find_damage(db: sqlite3.Connection, limit_s: float = INTEGRITY_CHECK_S) -> str:
     """Return the damage that SQLite finds within `limit_s`, or "". A damaged index is rebuilt."""
     errors = _find_integrity_errors(db, limit_s)
     if errors and all(any(kind in line for kind in _INDEX_ERRORS) for line in errors):
-        db.execute("reindex")
+        with contextlib.suppress(sqlite3.DatabaseError):  # the second check finds what is not repaired
+            db.execute("reindex")
         errors = _find_integrity_errors(db, limit_s)
     return "; ".join(errors[:3])
 
@@ -166,7 +168,7 @@ class Store:
                 _make_tables(self._db)
                 require_tables(self._db, home)
                 self._rows = RowStore(self._db, home, lambda job: self.snapshots.read_log(job))
-                self.damage = find_damage(self._db)
+                self.damage = repair_and_find_damage(self._db)
             except BaseException:
                 self._db.close()
                 raise

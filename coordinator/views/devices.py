@@ -142,7 +142,7 @@ def _format_task(doing: CurrentTask, now: float) -> str:
 
 
 def _format_round(task: CurrentTask | LatestDecline) -> str:
-    return f"{_job_name(task.job)}, {'evaluation' if task.is_evaluation else f'round {task.round + 1}'}"
+    return f"{_job_name(task.job)}, {'final evaluation' if task.is_evaluation else f'round {task.round + 1}'}"
 
 
 def _job_name(run: str) -> str:

@@ -170,3 +170,8 @@ def test_a_run_that_is_resumed_while_retention_looks_is_kept(tmp_path, monkeypat
         monkeypatch.setattr(retention, "select_expired_runs", old)
         assert retention.remove_expired_runs(store, RetentionSettings(keep=0), 0.0) == [ids[1]]
         assert [row.id for row in store.readable_jobs()] == [ids[0]]
+
+
+@pytest.mark.parametrize("weights", ["x" * 300, ""])
+def test_weights_that_are_no_file_stay_a_name(tmp_path, weights):
+    assert settings.make_paths_absolute({"weights": weights}, tmp_path) == {"weights": weights}

@@ -86,7 +86,7 @@ def test_an_evaluation_has_no_round_number(home):
     assert WORKING.doing is not None
     doing = replace(WORKING.doing, is_evaluation=True)
     rows = [devices.DeviceRow(replace(WORKING, doing=doing), TelemetrySample(0))]
-    assert "digits, evaluation: 45 % 65 s" in devices.format_devices(rows, NOW, width=80)[3]
+    assert "digits, final evaluation: 45 % 65 s" in devices.format_devices(rows, NOW, width=80)[3]
 
 
 def test_a_silent_board_says_since_when_and_is_a_state_of_its_own(home):
