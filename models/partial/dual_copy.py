@@ -56,10 +56,6 @@ def gate_function(traced: fx.GraphModule, node: fx.Node) -> GateFunction | None:
     return GateFunction() if node.op == "call_function" and node.target in (*RELU_CALLS, *SMOOTH_CALLS) else None
 
 
-def is_max_pool(traced: fx.GraphModule, node: fx.Node) -> bool:
-    return bool(max_pool_settings(traced, node))
-
-
 def max_pool_settings(traced: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
     """Return the keyword arguments of `F.max_pool2d` for a max pool, or {} for another operation."""
     if node.op == "call_module":
@@ -193,7 +189,9 @@ class DualCopy:
             if has_frozen_gates and node in inner and (gate := gate_function(self._traced, node))
         }
         has_frozen_pools = has_frozen_gates and pool == "sk"
-        self._pools = [node for node in self._trained_nodes if has_frozen_pools and is_max_pool(self._traced, node)]
+        self._pools = [
+            node for node in self._trained_nodes if has_frozen_pools and max_pool_settings(self._traced, node)
+        ]
         self._entries = self._trained_part_inputs()
         self._tail = _build_pruned_module(model, self._build_trained_graph())
         self._frozen_part = _build_pruned_module(model, self._build_frozen_graph(scores=False))

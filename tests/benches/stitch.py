@@ -124,8 +124,6 @@ def walk_path(
         spread=False,
         samples=count,
         fit_samples=2 * count,
-        explore=0.0,
-        explore_floor=0.0,
     )
     state = METHOD.init(bundle, params, 0)
     path_of = {ref: blob_path(name) for name, ref in bundle.files.items()}.__getitem__
@@ -156,7 +154,8 @@ def walk_path(
         private_state = result.private_state
         if len(net.path) == max_length:
             break
-        ballot = vote.read_ballot(result.bundles["scores"], state.pool, params.k, 0.0, 0)
+        rate, seed = steps.exploration_rate(state), steps.choice_seed(state, "bench")
+        ballot = vote.read_ballot(result.bundles["scores"], state.pool, params.k, rate, seed)
         min_side = bundle.meta["input"]["size"] >> (2 + len(net.path) // 2)
         fitting_blocks = {
             j

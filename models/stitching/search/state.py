@@ -65,11 +65,6 @@ class SearchSettings(SearchParams):
     theta: Share | Literal["median"] = "median"  # theta: rank (mean percentile of picks on others) that is rewarded
     normalise: Literal["cohort", "all"] = "cohort"  # weights rescaled after a vote; with "all", selection adds weight
     judged: Literal["greedy", "picks"] = "greedy"  # with "picks" devices that explored are judged by their random picks
-    alpha: Positive = 0.1  # alpha: reward, times 1 + depth / D_max
-    beta: Annotated[float, Meta(ge=0, le=0.5)] = 0.1  # beta: penalty, times 1 + depth / D_max
-    explore: Share = 0.3  # epsilon of the first expansion
-    explore_decay: Share = 0.9  # factor of epsilon per expansion
-    explore_floor: Share = 0.05  # minimum of epsilon
     # junctions and heads
     ridge: Positive = least_squares.RIDGE  # lambda of junctions, as a share of the mean variance; 0: minimum norm
     bias: bool = True  # whether junctions have a bias, fitted on centred maps

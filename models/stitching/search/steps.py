@@ -21,6 +21,10 @@ from fedquilt.models.stitching.stitched_network import Block, DonorPool
 from fedquilt.models.stitching.vote import Ballot, Winner
 
 SCORE_FACTOR = 0.9  # expected factor of a path's score over a tenth of a donor
+WEIGHT_STEP = 0.1  # alpha and beta: reward and penalty of a device's weight, times 1 + depth / D_max
+EXPLORATION = 0.3  # epsilon of the first expansion
+EXPLORATION_DECAY = 0.9  # factor of epsilon per expansion
+MIN_EXPLORATION = 0.05
 MIN_FINALISTS = 10  # the log explains why there are fewer distinct finalists
 
 # -- order of blocks ------------------------------------------------------------------------------
@@ -200,8 +204,7 @@ def choose_finalists(state: SearchState, unexpanded: int) -> tuple[tuple[ScoredP
 
 
 def exploration_rate(state: SearchState) -> float:
-    params = state.params
-    return max(params.explore_floor, params.explore * params.explore_decay**state.expansions)
+    return max(MIN_EXPLORATION, EXPLORATION * EXPLORATION_DECAY**state.expansions)
 
 
 def choice_seed(state: SearchState, device: str) -> int:
@@ -229,10 +232,9 @@ def close_vote(state: SearchState) -> SearchState:
     """Choose the winners and start to fit their junctions. Without junctions, extend the path at once."""
     params, net = state.params, state.current
     assert net is not None
-    depth_factor = 1 + len(net.path) / max_depth(params)
+    weight_step = WEIGHT_STEP * (1 + len(net.path) / max_depth(params))
     ranks = vote.cross_ranks(state.ballots, state.pool, params.k, params.spread, params.judged)
-    reward, penalty = params.alpha * depth_factor, min(params.beta * depth_factor, 1.0)
-    weights = vote.update_weights(state.weights, ranks, params.theta, reward, penalty, params.normalise)
+    weights = vote.update_weights(state.weights, ranks, params.theta, weight_step, weight_step, params.normalise)
     winners = vote.tally_votes(state.ballots, weights, state.pool, params.k, params.spread)
     blocks = [state.stock.blocks[name] for name in state.pool]
     dropped = vote.shallow_blocks(state.ballots, blocks, params.space_margin) - {winner.block for winner in winners}
