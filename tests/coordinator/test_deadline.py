@@ -37,7 +37,7 @@ from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import tasks
 from fedquilt.coordinator.views import event_messages
-from fedquilt.core import BlobRef, JobError, OperatingPoint, Profile, TaskSpec, Update, Usage, WorkEstimate
+from fedquilt.core import BlobRef, JobError, OperatingPoint, Profile, TaskSpec, WorkEstimate
 from fedquilt.formats import job_bundle
 
 
@@ -455,7 +455,7 @@ def test_a_round_is_asked_with_its_epochs_and_the_next_one_begins_without():
     state = apply_event(state, asked, 0.0)
     assert state.epochs == asked.epochs
     for device in BOTH:
-        update = Update(job="j", round=0, attempt=0, device=device, weight=1.0, bundles={}, metrics={}, usage=Usage())
+        update = plain.update(device=device)
         state = apply_event(state, UpdateAccepted(0, update, 5.0, 5.0), 5.0)
     assert [state.durations[device][-1].work for device in ("dear", "cheap")] == [1.0, 3.0]
     state = apply_event(apply_event(state, RoundClosed(0), 5.0), RoundCommitted(0, blob, False, {}), 5.0)

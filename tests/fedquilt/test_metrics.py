@@ -2,6 +2,7 @@
 
 import math
 
+import plain
 import pytest
 from evaluations import of_classes, of_numbers, total
 
@@ -9,7 +10,7 @@ from fedquilt import metrics
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.updates import aggregation as updates_metrics
 from fedquilt.coordinator.views import event_messages, run_summary
-from fedquilt.core import EvaluationSums, JobError, Update, Usage, evaluation
+from fedquilt.core import EvaluationSums, JobError, Update, evaluation
 from fedquilt.tools.experiments import tables
 from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
 
@@ -17,17 +18,7 @@ RMSE = metrics.METRICS["rmse"]
 
 
 def update(device: str, sums: EvaluationSums | None = None, **metrics: float) -> Update:
-    return Update(
-        job="j",
-        round=0,
-        attempt=0,
-        device=device,
-        weight=1.0,
-        bundles={},
-        metrics=metrics,
-        usage=Usage(),
-        evaluation=sums,
-    )
+    return plain.update(device=device, metrics=metrics, evaluation=sums)
 
 
 def test_errors_of_devices_are_those_of_all_their_examples():
