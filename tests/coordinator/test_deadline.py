@@ -393,13 +393,6 @@ def test_work_moves_to_the_cheaper_board_as_far_as_the_job_allows():
     assert found.seconds == pytest.approx(10.0 * P90, rel=1e-3)
 
 
-def test_without_work_to_move_only_the_time_is_chosen():
-    unmovable = {device: ask._replace(epochs=0) for device, ask in BOTH.items()}
-    found = decide_deadline(cohort_rule(), KNOWN, unmovable)
-    assert found.epochs == {}
-    assert found.seconds == pytest.approx(20.0 * P90, rel=1e-3)
-
-
 def test_where_idling_costs_nothing_a_round_is_as_long_as_the_calm_point_takes_unless_it_is_bounded(monkeypatch):
     monkeypatch.setattr(deadline, "MAX_EPOCH_FACTOR", 1.0)
     resting = {

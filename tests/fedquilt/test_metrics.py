@@ -97,18 +97,6 @@ def job(**table: object) -> settings.JobSettings:
     return settings.parse_job({"name": "j", "method": "fedavg", **table})
 
 
-def test_a_task_in_one_table_holds_for_the_other():
-    found = job(model={**MODEL, "task": "regression"}, data={"path": "a.csv"})
-    assert found.model == {"name": "mlp", "inputs": 4, "classes": 1, "task": "regression"}
-    assert found.data == {"path": "a.csv", "task": "regression"}
-    assert job(model=MODEL, data={"path": "a.csv", "task": "labels"}).model["task"] == "labels"
-    plain = {"name": "mlp", "inputs": 4, "classes": 3}
-    assert (job(model=plain, data={"path": "a"}).model, job(model=plain, data={"path": "a"}).data) == (
-        plain,
-        {"path": "a"},
-    )
-
-
 @pytest.mark.parametrize(
     ("table", "said"),
     [

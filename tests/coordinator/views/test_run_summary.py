@@ -15,7 +15,6 @@ from fedquilt.coordinator.rounds.events import (
     RoundCommitted,
     TaskDeclined,
     UpdateAccepted,
-    UpdateRejected,
 )
 from fedquilt.coordinator.views import run_summary
 from fedquilt.coordinator.views.event_messages import format_energy_summary
@@ -91,17 +90,6 @@ def test_without_a_gain_or_with_an_unmetered_task_a_point_has_no_price():
     blind = [answered("a", 0), checked(0, 0.5), answered("a", 1, energy_j=1.0), checked(1, 0.9)]
     assert progress_points(summarise_events(blind))[1].energy_j is None
     assert energy_per_point_j(progress_points(summarise_events(blind))) is None
-
-
-def test_the_peak_is_the_highest_with_the_base_of_the_same_task():
-    found = summarise_events(
-        [
-            answered("a", 0, peak_bytes=300, base_bytes=100, down_bytes=7),
-            answered("a", 1, peak_bytes=200, base_bytes=150, up_bytes=3),
-            UpdateRejected(2, "a", "NaN"),
-        ]
-    ).device_costs()["a"]
-    assert (found.peak_bytes, found.base_bytes, found.down_bytes, found.up_bytes, found.declined) == (300, 100, 7, 3, 1)
 
 
 def answered_progress(

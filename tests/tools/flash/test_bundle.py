@@ -216,13 +216,3 @@ def test_an_archive_is_the_same_for_the_same_board_and_its_readers_are_few(tmp_p
     assert set(manifest["files"]) | {"bundle.json"} == {name.split("/", 1)[1] for name in modes}
     assert manifest["secret"] == ["etc/device.key"]
     assert manifest["unpacked_bytes"] > 0
-
-
-def test_the_software_has_one_name_whatever_the_settings(tmp_path: Path) -> None:
-    house = [wheel(tmp_path, "toy")]
-
-    def id(board: BoardFiles, *more: Path) -> str:
-        return json.loads(bundle.collect_files(board, JETSON, [*house, *more], "")["bundle.json"])["id"]
-
-    assert id(BoardFiles("a", {}, None)) == id(BoardFiles("b", {"agent.toml": b"x"}, 5))
-    assert id(BoardFiles("a", {}, None)) != id(BoardFiles("a", {}, None), wheel(tmp_path, "other"))
