@@ -1,10 +1,10 @@
-"""Profiles and tasks with nothing special about them: a test names what it is about, and no more."""
+"""Profiles, tasks and updates with nothing special about them: a test names what it is about, and no more."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fedquilt.core import Profile, Task, WorkEstimate
+from fedquilt.core import Profile, Task, Update, Usage, WorkEstimate
 
 
 def profile(**changes: Any) -> Profile:
@@ -23,3 +23,9 @@ def task(**changes: Any) -> Task:
     values: dict[str, Any] = {"job": "j", "round": 0, "attempt": 0, "method": "fedavg", "engine": "numpy"}
     values |= {"actions": ("work",), "params": {}, "bundles": {}, "work": WorkEstimate(), "seed": 0, "deadline_s": 60.0}
     return Task(**{**values, **changes})
+
+
+def update(**changes: Any) -> Update:
+    """Of device a in round 0, without tensors, metrics or costs."""
+    values: dict[str, Any] = {"job": "j", "round": 0, "attempt": 0, "device": "a", "weight": 1.0}
+    return Update(**{**values, "bundles": {}, "metrics": {}, "usage": Usage(), **changes})

@@ -10,6 +10,7 @@ from unittest import mock
 
 import msgspec
 import numpy as np
+import plain
 import pytest
 from by_hand import Stage, constant_model
 from opened import opened
@@ -31,10 +32,8 @@ from fedquilt.models.local_training import NetworkState
 
 
 def update(device: str, weight: float = 1.0) -> Update:
-    return Update(
+    return plain.update(
         job="a",
-        round=0,
-        attempt=0,
         device=device,
         weight=weight,
         bundles={"model": BlobRef(sha256="0" * 64, size=1)},
@@ -200,16 +199,7 @@ class Round:
         ref = self.store.blob_store.store_bytes(
             tensors.encode_tensors({name: np.full_like(array, value) for name, array in MODEL.items()})
         )
-        return Update(
-            job=self.job.id,
-            round=self.job.job_state.round,
-            attempt=0,
-            device=device,
-            weight=1.0,
-            bundles={"model": ref},
-            metrics={},
-            usage=Usage(),
-        )
+        return plain.update(job=self.job.id, round=self.job.job_state.round, device=device, bundles={"model": ref})
 
     def take(self, device: str, value: float) -> None:
         """An update is examined and counts."""

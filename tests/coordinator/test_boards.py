@@ -23,7 +23,7 @@ from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, 
 from fedquilt.coordinator.rounds import responses
 from fedquilt.coordinator.rounds.events import JobEnded, UpdateAccepted, UpdateRejected
 from fedquilt.coordinator.rounds.responses import DeviceChange
-from fedquilt.core import BlobRef, StoreError, Update, Usage
+from fedquilt.core import BlobRef, StoreError, Update
 from fedquilt.wire import Telemetry
 
 PROFILE = plain.profile(
@@ -40,7 +40,7 @@ CLAIM = wire.Claim(job="j", round=3, attempt=0, accepted=True)
 
 def update() -> Update:
     ref = {"model": BlobRef(sha256="0" * 64, size=1)}
-    return Update(job="j", round=3, attempt=0, device="a", weight=1.0, bundles=ref, metrics={}, usage=Usage())
+    return plain.update(round=3, bundles=ref)
 
 
 class Watched:

@@ -37,7 +37,7 @@ from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import tasks
 from fedquilt.coordinator.views import event_messages
-from fedquilt.core import BlobRef, JobError, OperatingPoint, Profile, TaskSpec, Update, Usage, WorkEstimate
+from fedquilt.core import BlobRef, JobError, OperatingPoint, Profile, TaskSpec, WorkEstimate
 from fedquilt.formats import job_bundle
 
 
@@ -393,13 +393,6 @@ def test_work_moves_to_the_cheaper_board_as_far_as_the_job_allows():
     assert found.seconds == pytest.approx(10.0 * P90, rel=1e-3)
 
 
-def test_without_work_to_move_only_the_time_is_chosen():
-    unmovable = {device: ask._replace(epochs=0) for device, ask in BOTH.items()}
-    found = decide_deadline(cohort_rule(), KNOWN, unmovable)
-    assert found.epochs == {}
-    assert found.seconds == pytest.approx(20.0 * P90, rel=1e-3)
-
-
 def test_where_idling_costs_nothing_a_round_is_as_long_as_the_calm_point_takes_unless_it_is_bounded(monkeypatch):
     monkeypatch.setattr(deadline, "MAX_EPOCH_FACTOR", 1.0)
     resting = {
@@ -455,7 +448,7 @@ def test_a_round_is_asked_with_its_epochs_and_the_next_one_begins_without():
     state = apply_event(state, asked, 0.0)
     assert state.epochs == asked.epochs
     for device in BOTH:
-        update = Update(job="j", round=0, attempt=0, device=device, weight=1.0, bundles={}, metrics={}, usage=Usage())
+        update = plain.update(device=device)
         state = apply_event(state, UpdateAccepted(0, update, 5.0, 5.0), 5.0)
     assert [state.durations[device][-1].work for device in ("dear", "cheap")] == [1.0, 3.0]
     state = apply_event(apply_event(state, RoundClosed(0), 5.0), RoundCommitted(0, blob, False, {}), 5.0)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import plain
 import pytest
 
 from fedquilt import metrics_endpoint
@@ -12,7 +13,7 @@ from fedquilt.coordinator import metrics_exporter
 from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, TelemetrySample
 from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
 from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, TaskDeclined, UpdateAccepted
-from fedquilt.core import BlobRef, JobError, Update, Usage
+from fedquilt.core import BlobRef, JobError, Usage
 from fedquilt.metrics_endpoint import MetricFamily
 
 NOW = 1_800_000_000.0
@@ -32,7 +33,7 @@ def play(counts: CoordinatorMetrics, name: str = "digits") -> None:
     """Half a round of a job."""
     usage = Usage(down_bytes=100, up_bytes=40, energy_j=2.5)
     ref = BlobRef(sha256="0" * 64, size=1)
-    update = Update(job="j", round=3, attempt=0, device="a", weight=1.0, bundles={"m": ref}, metrics={}, usage=usage)
+    update = plain.update(round=3, bundles={"m": ref}, usage=usage)
     for fact in (
         CohortSelected(3, 0, ("a", "b")),
         UpdateAccepted(3, update),

@@ -121,23 +121,6 @@ def test_two_jobs_share_the_boards_time_by_their_priority(staged):
     assert had[0] / sum(had) == pytest.approx(0.75, rel=0.1)
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_job_that_comes_later_starts_level_with_the_others(staged, waits):
-    stage = staged(rounds=10_000, cohort=LONG)
-    settings = {"rounds": 10_000, "priority": 3.0, "cohort": {**LONG, "min_devices": 3}}
-    second = stage.add("k", **settings) if waits else ""
-    workers = [Worker(stage.hand(name), {}) for name in "ab"]
-    work(stage, workers, 60.0)
-    workers.append(Worker(stage.hand("c"), {}))
-    second, before = second or stage.add("k", **settings), len(read_events(stage, stage.job, UpdateAccepted))
-    work(stage, workers, 40.0)
-    answers = (
-        len(read_events(stage, stage.job, UpdateAccepted)) - before,
-        len(read_events(stage, second, UpdateAccepted)),
-    )
-    assert answers[0] / sum(answers) == pytest.approx(0.25, abs=0.1)
-
-
 def test_a_cohort_of_some_boards_is_drawn_from_the_free_ones_and_the_log_says_why(staged):
     stage = staged(cohort={**LONG, "size": 1})
     stage.connect("abc")

@@ -37,15 +37,6 @@ def update(usage: Usage, below: Usage | None = None) -> Update:
     return Update(job="j", round=0, attempt=0, device="a", weight=1.0, **told)
 
 
-def test_what_is_spent_is_the_sum_of_what_answers_took():
-    spent = (
-        ResourceUsage()
-        .add_update(update(Usage(energy_j=3.0, down_bytes=5, up_bytes=2)))
-        .add_update(update(Usage(up_bytes=1)))
-    )
-    assert spent == ResourceUsage(joules=3.0, metered=1, unmetered=1, bytes=8)
-
-
 def test_bytes_of_a_sites_boards_are_spent_beside_its_own():
     site = update(Usage(energy_j=3.0, down_bytes=5, up_bytes=2), Usage(energy_j=3.0, down_bytes=100, up_bytes=50))
     assert ResourceUsage().add_update(site) == ResourceUsage(joules=3.0, metered=1, bytes=157)

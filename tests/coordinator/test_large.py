@@ -272,18 +272,6 @@ def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path):
     assert stage.store.blob_store.has_blob(sent.pop())
 
 
-def test_an_error_in_what_a_method_sends_ends_its_job_alone(tmp_path, monkeypatch):
-    def fails(*given):
-        raise ValueError("no such layer")
-
-    worker = SlowWorker()
-    stage = played(tmp_path, "", worker)
-    monkeypatch.setattr(job_blobs, "store_tensors", fails)
-    worker.run_pending()
-    stage.play()
-    assert [fact.reason for fact in stage.told(JobEnded)] == ["ValueError: no such layer"]
-
-
 def test_two_boards_send_the_same_bytes_and_one_of_them_waits_when_the_other_is_in_the_sum(tmp_path):
     worker = SlowWorker()
     stage = played(tmp_path, "", worker)

@@ -241,19 +241,6 @@ def test_a_round_closes_within_5_s_after_a_device_went_offline_that_alone_has_no
     assert [fact.devices for fact in stage.told(CohortSelected)[1:]] == [("a", "b")]
 
 
-def test_a_device_that_is_back_within_5_s_is_waited_for(tmp_path):
-    stage, (a, b, c) = begun(tmp_path)
-    a.answer(constant_model())
-    b.answer(constant_model())
-    goes_offline(c)
-    stage.play(OFFLINE_GRACE_S - 1.0)
-    c.say("presence", c.presence, retain=True)
-    stage.play(500.0)
-    assert stage.told(RoundClosed) == []
-    stage.submit(c)
-    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b", "c"]
-
-
 @pytest.mark.parametrize(("quorum", "closes"), [(0.6, True), (1.0, False)])
 def test_a_round_of_a_fixed_size_closes_early_if_its_quorum_is_reached(tmp_path, quorum, closes):
     stage, (a, b, c) = begun(tmp_path, cohort={"deadline_s": 600.0, "size": 3, "quorum": quorum})

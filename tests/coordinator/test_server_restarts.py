@@ -123,21 +123,6 @@ def test_a_round_ends_though_its_coordinators_live_for_a_fiftieth_of_its_deadlin
     assert lives > 10
 
 
-def test_devices_that_answer_are_waited_for_though_a_restart_sets_the_clock(tmp_path):
-    for name, set_s in (("back", -7200.0), ("on", 7200.0)):
-        stage, wall = by_wall(tmp_path / name, deadline_s=50.0, quorum=0.5, attempts=1)
-        a, b = stage.hand("a"), stage.hand("b")
-        stage.play(1.0)
-        a.answer(constant_model(1.0))
-        stage.play(1.0)
-        wall.ahead_s += set_s
-        stage.restart()
-        stage.play(30.0)
-        assert stage.told(RoundCommitted) == []
-        stage.submit(b, factor=3.0)
-        assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
-
-
 def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path):
     stage = Stage(tmp_path)
     a, _ = stage.connect("ab")

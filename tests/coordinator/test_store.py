@@ -13,6 +13,7 @@ from typing import Any
 
 import dashes
 import msgspec
+import plain
 import pytest
 from job_facts import BLOB
 from ordinary import User
@@ -33,7 +34,7 @@ from fedquilt.coordinator.rounds.events import (
 from fedquilt.coordinator.storage.rows import encode_lossless
 from fedquilt.coordinator.storage.store import VERSION, ChangeDetector, Store, StoreReader
 from fedquilt.coordinator.views import scores
-from fedquilt.core import BlobRef, JobError, StoreError, Update, Usage
+from fedquilt.core import BlobRef, JobError, StoreError, Usage
 
 
 def test_facts_come_back_in_order_from_another_process_of_the_same_folder(tmp_path, opened):
@@ -194,7 +195,7 @@ def test_facts_are_on_disk_before_they_are_acted_on(opened):
 def test_what_a_jobs_log_has_counted_is_known_when_the_job_is_not_under_way(tmp_path, opened):
     store = opened()
     id, other = store.add_job(JOB, tmp_path / "bundle"), store.add_job(JOB, tmp_path / "bundle")
-    update = Update(job=id, round=1, attempt=0, device="a", weight=1.0, bundles={}, metrics={}, usage=Usage(wall_s=1.0))
+    update = plain.update(job=id, round=1, usage=Usage(wall_s=1.0))
     store.append_event(id, UpdateAccepted(1, update))
     assert store.is_update_counted(update)
     for change in ({"job": other}, {"job": "none"}, {"round": 0}, {"device": "b"}):

@@ -42,15 +42,8 @@ def of(*watts: float | None, idle_w: float | None = None) -> Profile:
 
 
 def update(**usage: float) -> Update:
-    return Update(
-        job="j",
-        round=0,
-        attempt=0,
-        device="a",
-        weight=1.0,
-        bundles={"m": BlobRef(sha256="0" * 64, size=50), "n": BlobRef(sha256="0" * 64, size=50)},
-        metrics={},
-        usage=Usage(**usage),
+    return plain.update(
+        bundles={"m": BlobRef(sha256="0" * 64, size=50), "n": BlobRef(sha256="0" * 64, size=50)}, usage=Usage(**usage)
     )
 
 

@@ -137,17 +137,6 @@ def test_a_bundle_is_current_until_something_that_it_depends_on_changes(bundle):
     assert not job_bundle.is_current(job, bundle)
 
 
-def test_a_bundle_that_was_carried_here_is_used_as_it_is(bundle):
-    job = bundle.with_name("job.toml")
-    bundle.with_name("own.csv").unlink()
-    assert job_bundle.is_current(job, bundle)
-    (bundle / "inputs.json").unlink()
-    job.write_text("")
-    assert job_bundle.is_current(job, bundle)
-    (bundle / "bundle.json").unlink()
-    assert not job_bundle.is_current(job, bundle)
-
-
 def test_a_bundle_with_a_damaged_record_is_not_current(bundle):
     (bundle / "inputs.json").write_bytes(b"{\x00")
     assert not job_bundle.is_current(bundle.with_name("job.toml"), bundle)

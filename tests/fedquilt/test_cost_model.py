@@ -59,17 +59,6 @@ def test_own_examples_count_by_example_and_by_started_batch():
     assert work.total_for_examples(0).launches == 6
 
 
-def test_a_task_that_uses_some_of_a_devices_examples_counts_those_that_are_there():
-    work = WorkEstimate(flops_per_example=2, launches_per_batch=7, batch=32)
-    some = msgspec.structs.replace(work, max_examples=40)
-    for own, counted in ((70, 40), (40, 40), (9, 9)):
-        assert (some.total_for_examples(own).flops, some.total_for_examples(own).launches) == (
-            work.total_for_examples(counted).flops,
-            work.total_for_examples(counted).launches,
-        )
-    assert some.total_for_examples(70).total_for_examples(70) == some.total_for_examples(70)
-
-
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.9])
 def test_parts_of_work_take_as_long_as_the_whole(share):
     parts = [cost_model.work_seconds(WORK.scale(each), POINT) or 0.0 for each in (share, 1 - share)]

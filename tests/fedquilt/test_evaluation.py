@@ -10,9 +10,10 @@ from typing import Any
 import evaluations
 import msgspec
 import numpy as np
+import plain
 import pytest
 
-from fedquilt.core import EvaluationSums, TaskKind, Update, UpdateError, Usage, evaluation
+from fedquilt.core import EvaluationSums, TaskKind, UpdateError, evaluation
 from fedquilt.edge_agent.engines import evaluation_sums
 from fedquilt.metrics import MAIN_METRICS
 from fedquilt.wire import MAX_CONTROL
@@ -281,9 +282,7 @@ def test_a_site_of_ten_million_examples_of_a_hundred_classes_fits_into_a_message
         scores=evaluation.pack_counts(([10**5 // bins] * bins + [99 * 10**5 // bins] * bins) * 100),
         device_values=tuple((at / 1000, 1) for at in range(1, 301)),
     )
-    update = Update(
-        job="j", round=0, attempt=0, device="d", weight=1.0, bundles={}, metrics={}, usage=Usage(), evaluation=sums
-    )
+    update = plain.update(device="d", evaluation=sums)
     assert len(msgspec.json.encode(update)) < 0.9 * MAX_CONTROL
 
 

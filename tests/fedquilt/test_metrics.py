@@ -2,6 +2,7 @@
 
 import math
 
+import plain
 import pytest
 from evaluations import of_classes, of_numbers, total
 
@@ -9,7 +10,7 @@ from fedquilt import metrics
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.updates import aggregation as updates_metrics
 from fedquilt.coordinator.views import event_messages, run_summary
-from fedquilt.core import EvaluationSums, JobError, Update, Usage, evaluation
+from fedquilt.core import EvaluationSums, JobError, Update, evaluation
 from fedquilt.tools.experiments import tables
 from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
 
@@ -17,17 +18,7 @@ RMSE = metrics.METRICS["rmse"]
 
 
 def update(device: str, sums: EvaluationSums | None = None, **metrics: float) -> Update:
-    return Update(
-        job="j",
-        round=0,
-        attempt=0,
-        device=device,
-        weight=1.0,
-        bundles={},
-        metrics=metrics,
-        usage=Usage(),
-        evaluation=sums,
-    )
+    return plain.update(device=device, metrics=metrics, evaluation=sums)
 
 
 def test_errors_of_devices_are_those_of_all_their_examples():
@@ -104,18 +95,6 @@ MODEL = {"name": "mlp", "inputs": 4, "outputs": 1}
 
 def job(**table: object) -> settings.JobSettings:
     return settings.parse_job({"name": "j", "method": "fedavg", **table})
-
-
-def test_a_task_in_one_table_holds_for_the_other():
-    found = job(model={**MODEL, "task": "regression"}, data={"path": "a.csv"})
-    assert found.model == {"name": "mlp", "inputs": 4, "classes": 1, "task": "regression"}
-    assert found.data == {"path": "a.csv", "task": "regression"}
-    assert job(model=MODEL, data={"path": "a.csv", "task": "labels"}).model["task"] == "labels"
-    plain = {"name": "mlp", "inputs": 4, "classes": 3}
-    assert (job(model=plain, data={"path": "a"}).model, job(model=plain, data={"path": "a"}).data) == (
-        plain,
-        {"path": "a"},
-    )
 
 
 @pytest.mark.parametrize(

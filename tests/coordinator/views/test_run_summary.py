@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import plain
 import pytest
 from evaluations import of_classes, total
 from job_facts import summarise_events
@@ -14,20 +15,17 @@ from fedquilt.coordinator.rounds.events import (
     RoundCommitted,
     TaskDeclined,
     UpdateAccepted,
-    UpdateRejected,
 )
 from fedquilt.coordinator.views import run_summary
 from fedquilt.coordinator.views.event_messages import format_energy_summary
 from fedquilt.coordinator.views.run_summary import energy_per_point_j, progress_points, sum_costs
-from fedquilt.core import BlobRef, EvaluationSums, Update, Usage
+from fedquilt.core import BlobRef, EvaluationSums, Usage
 
 BLOB = BlobRef(sha256="a" * 64, size=1)
 
 
 def answered(device: str, round: int, weight: float = 10.0, **usage: object) -> UpdateAccepted:
-    update = Update(
-        job="j", round=round, attempt=0, device=device, weight=weight, bundles={}, metrics={}, usage=Usage(**usage)
-    )
+    update = plain.update(round=round, device=device, weight=weight, usage=Usage(**usage))
     return UpdateAccepted(round, update)
 
 
@@ -94,31 +92,10 @@ def test_without_a_gain_or_with_an_unmetered_task_a_point_has_no_price():
     assert energy_per_point_j(progress_points(summarise_events(blind))) is None
 
 
-def test_the_peak_is_the_highest_with_the_base_of_the_same_task():
-    found = summarise_events(
-        [
-            answered("a", 0, peak_bytes=300, base_bytes=100, down_bytes=7),
-            answered("a", 1, peak_bytes=200, base_bytes=150, up_bytes=3),
-            UpdateRejected(2, "a", "NaN"),
-        ]
-    ).device_costs()["a"]
-    assert (found.peak_bytes, found.base_bytes, found.down_bytes, found.up_bytes, found.declined) == (300, 100, 7, 3, 1)
-
-
 def answered_progress(
     device: str, round: int, took_s: float | None = None, sums: object = None, **usage: object
 ) -> UpdateAccepted:
-    update = Update(
-        job="j",
-        round=round,
-        attempt=0,
-        device=device,
-        weight=1.0,
-        bundles={},
-        metrics={},
-        evaluation=sums,
-        usage=Usage(**usage),
-    )
+    update = plain.update(round=round, device=device, evaluation=sums, usage=Usage(**usage))
     return UpdateAccepted(round, update, took_s)
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 import msgspec
+import plain
 import pytest
 from evaluations import of_classes, of_numbers, total
 from stored_job import JOB
@@ -39,7 +40,7 @@ from fedquilt.coordinator.views.terminal import (
     WaitReporter,
 )
 from fedquilt.coordinator.views.wait_reasons import WaitReason
-from fedquilt.core import BlobRef, Update, Usage
+from fedquilt.core import BlobRef, Usage
 
 REF = BlobRef(sha256="a" * 64, size=1)
 NOW = time.mktime((2026, 11, 26, 14, 3, 28, 0, 0, -1))
@@ -61,9 +62,7 @@ def formatted(state: JobState, facts: Sequence[AnyEvent], seen: int = 0) -> list
 
 
 def answer(device: str, round: int = 0) -> UpdateAccepted:
-    update = Update(
-        job="j", round=round, attempt=0, device=device, weight=1.0, bundles={}, metrics={}, usage=Usage(wall_s=1.0)
-    )
+    update = plain.update(round=round, device=device, usage=Usage(wall_s=1.0))
     return UpdateAccepted(round, update)
 
 

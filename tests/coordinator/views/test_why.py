@@ -26,7 +26,7 @@ from fedquilt.coordinator.rounds.events import (
 from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.views import event_messages, round_outcomes, wait_reasons
+from fedquilt.coordinator.views import round_outcomes, wait_reasons
 from fedquilt.core import JobError
 
 OUTWEIGHS = (
@@ -224,19 +224,6 @@ def test_lines_are_for_people_and_ask_for_what_there_is():
         round_outcomes.format_outcomes(found, round=9)
     with pytest.raises(JobError, match="it knows a, b, c"):
         round_outcomes.format_outcomes(found, device="z")
-
-
-def test_the_evaluation_after_the_last_round_has_the_name_that_the_log_gives_it():
-    plan = msgspec.structs.replace(PLAN, rounds=1, check_every=1)
-    evaluated = [*played(plan, {"a": "", "b": ""}, 1), CohortSelected(1, 0, ("a", "b"))]
-    assert [line for line in round_outcomes.format_outcomes(told(evaluated, plan)) if not line.startswith(" ")] == [
-        "round 1:",
-        f"{event_messages.FINAL_EVALUATION}:",
-    ]
-    assert (
-        round_outcomes.format_outcomes(told(evaluated, plan), device="a")[-1]
-        == f"{event_messages.FINAL_EVALUATION}: selected"
-    )
 
 
 def test_boards_that_flood_are_online_in_what_a_run_waits_for(tmp_path):

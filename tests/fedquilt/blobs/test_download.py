@@ -55,23 +55,6 @@ def test_the_window_opens_by_one_for_each_chunk_up_to_eight():
     assert pull.is_complete
 
 
-def test_requests_are_batched_once_the_window_is_open():
-    pull = begun()
-    on_the_way = indices(pull.next_requests(0.0))
-    for _ in range(6):
-        index = on_the_way.pop(0)
-        pull.handle_chunk(index, chunk_of(index), 0.01)
-        on_the_way += indices(pull.next_requests(0.01))
-    sizes = []
-    while len(on_the_way) > 4:
-        index = on_the_way.pop(0)
-        pull.handle_chunk(index, chunk_of(index), 0.02)
-        requests = pull.next_requests(0.02)
-        sizes += [len(request.indices) for request in requests]
-        on_the_way += indices(requests)
-    assert set(sizes) == {4}
-
-
 def test_no_more_is_asked_for_than_there_is_room():
     pull = begun()
     assert pull.next_requests(0.0, available_bytes=2047) == []

@@ -25,19 +25,6 @@ def filled(path: Path, *payloads: bytes) -> PackFile:
     return pack
 
 
-def test_the_place_of_a_dropped_blob_is_taken_by_the_next_of_its_size(tmp_path):
-    pack = filled(tmp_path / "pack", b"one", b"two", b"three")
-    size = (tmp_path / "pack").stat().st_size
-    pack.remove_blob(sha256(b"one"))
-    assert sha256(b"one") not in pack
-    place = pack.write_blob(sha256(b"six"), b"six")
-    assert sha256(b"six") not in pack  # it has no name yet
-    pack.register_blob(sha256(b"six"), place, 3)
-    assert [pack.read_range(sha256(each)) for each in (b"six", b"two", b"three")] == [b"six", b"two", b"three"]
-    assert pack.read_range(sha256(b"three"), 1, 2) == b"hr"
-    assert (tmp_path / "pack").stat().st_size == size
-
-
 def test_what_a_killed_process_left_is_found_and_a_torn_slot_is_not(tmp_path):
     filled(tmp_path / "pack", b"one", b"torn", b"three")
     content = (tmp_path / "pack").read_bytes()

@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import plain
 import pytest
 
 from fedquilt.cli import main
@@ -20,16 +21,14 @@ from fedquilt.coordinator.rounds.events import (
     UpdateAccepted,
 )
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.core import BlobRef, Update, Usage
+from fedquilt.core import BlobRef, Usage
 
 
 def begun(home: Path, name: str, status: str = "done", state: bytes = b"") -> str:
     with Store(home) as store:
         run = store.add_job(settings.parse_job({"name": name, "method": "fedavg"}), home)
         ref = store.blob_store.store_bytes(state or name.encode() * 100)
-        update = Update(
-            job=run, round=0, attempt=0, device="a", weight=1.0, bundles={}, metrics={}, usage=Usage(wall_s=1.0)
-        )
+        update = plain.update(job=run, usage=Usage(wall_s=1.0))
         for fact in (
             JobStarted(ref),
             CohortSelected(0, 0, ("a",)),

@@ -93,15 +93,6 @@ def test_help_fits_80_columns(capsys):
         assert max(map(len, shown)) <= 80, (words, max(shown, key=len))
 
 
-def test_the_help_of_all_verbs_has_the_first_sentence_of_each():
-    """As click shortens its docstring, though its file is not imported."""
-    context = click.Context(commands.root_command, info_name="fedquilt")
-    shown = commands.root_command.get_help(context)
-    for name in commands.root_command.list_commands(context):
-        found = commands.root_command.get_command(context, name)
-        assert f"{name} {found.get_short_help_str(400)}" in " ".join(shown.split())
-
-
 @pytest.mark.parametrize(
     ("words", "forbidden"),
     [

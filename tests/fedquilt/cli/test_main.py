@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import plain
 import pytest
 from opened import opened
 
@@ -22,7 +23,7 @@ from fedquilt.coordinator.rounds.events import (
     UpdateAccepted,
 )
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.core import BlobRef, JobError, Update, Usage
+from fedquilt.core import BlobRef, JobError, Usage
 from fedquilt.formats import job_bundle, toml
 
 BLOB = BlobRef(sha256="a" * 64, size=1)
@@ -105,7 +106,7 @@ def test_runs_are_listed_and_told_for_people_and_programs(tmp_path, capsys):
 
 def test_energy_is_told_with_what_is_above_idle_and_its_error(tmp_path, capsys):
     usage = Usage(energy_j=8.0, idle_j=3.0, energy_error_j=0.5, energy_source="rapl", wall_s=1.0)
-    update = Update(job="j", round=0, attempt=0, device="a", weight=4.0, bundles={}, metrics={}, usage=usage)
+    update = plain.update(weight=4.0, usage=usage)
     with Store(tmp_path) as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         for fact in (JobStarted(BLOB), CohortSelected(0, 0, ("a",)), UpdateAccepted(0, update)):

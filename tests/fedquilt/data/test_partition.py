@@ -60,30 +60,11 @@ def test_each_group_is_a_partition_of_its_own():
         assert np.array_equal(rows_of_share(TEN, msgspec.structs.replace(spec, share=share)), owned[share])
 
 
-def test_one_device_for_each_group_has_all_of_it():
-    pairs = ((0, 2), (1, 3))
-    y = np.arange(40) % 4
-    spec = DataSpec("-", groups=pairs, shares=2)
-    assert [kinds(y, own) for own in partition.rows_of_shares(y, spec)] == [{0, 2}, {1, 3}]
-    first, second, third = partition.rows_of_shares(y, msgspec.structs.replace(spec, shares=3))
-    assert np.array_equal(first, second)  # partition = "all": all of a group to each in it
-    assert kinds(y, third) == {1, 3}
-
-
 def test_groups_that_do_not_fit_are_refused():
     with pytest.raises(DataError, match=r"d\.npz: class 9 is in no group of \[data\] groups: add it"):
         rows_of_share(TEN, DataSpec("d.npz", shares=2, groups=((0, 1, 2, 3, 4), (5, 6, 7, 8))))
     with pytest.raises(DataError, match="2 groups are more than 1 shares: simulate at least 2 devices"):
         rows_of_share(TEN, DataSpec("d.npz", groups=KNOWN))
-
-
-def test_so_many_of_each_class_are_drawn():
-    y = np.concatenate([TEN, [10, 10]])
-    rows = partition.sample_rows_by_class(y, 4, seed=1)
-    assert np.bincount(y[rows]).tolist() == [4] * 10 + [2]
-    assert np.all(np.diff(rows) > 0)
-    assert not np.array_equal(rows, partition.sample_rows_by_class(y, 4, seed=2))
-    assert len(partition.sample_rows_by_class(np.zeros(0, int), 4, seed=1)) == 0
 
 
 def test_a_split_has_its_own_number_of_each_class(tmp_path):

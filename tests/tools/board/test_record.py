@@ -88,16 +88,6 @@ def test_the_profile_that_comes_out_holds_the_board_s_own_law_and_reads_back():
     assert "A fake board in a test." in board.sources["measured"].text
 
 
-def test_progress_is_shown_with_the_time_that_is_left():
-    said: list[str] = []
-    board = FakeBoard()
-    measurement.measure_points(board.rig(), POINTS, 300.0, said.append)
-    starts = [line for line in said if line.startswith("[")]
-    assert [line.split("]")[0] for line in starts] == [f"[{k}/{len(POINTS)}" for k in range(1, len(POINTS) + 1)]
-    assert starts[0].startswith(f"[1/{len(POINTS)}] {POINTS[0].name}, at most 4.8 min left")
-    assert board.now_s - 100.0 < 600.0
-
-
 def test_how_far_to_trust_the_fit_is_said_by_points_left_out_of_it():
     result = record.build_profile(measurement.measure_points(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
     assert record.describe_accuracy(result)[0].startswith(

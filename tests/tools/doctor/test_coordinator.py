@@ -107,15 +107,6 @@ def test_damaged_logs_are_told_from_those_of_another_version(home: Path) -> None
     assert f"the event log of {id} in" in damaged[1].sentence
 
 
-def test_jobs_that_nobody_runs_are_found(home: Path, tmp_path: Path) -> None:
-    with Store(home) as store:
-        id = add(store, tmp_path)
-    (waits,) = [one for one in found(home) if one.severity != "ok"]
-    assert (waits.number, waits.severity) == ("FQ507", "warning")
-    assert id in waits.sentence
-    assert waits.fix == f"fedquilt serve --home {home}"
-
-
 def test_a_job_that_waits_for_devices_is_found_with_the_reason(home: Path, tmp_path: Path) -> None:
     with Store(home) as store:
         id = add(store, tmp_path, cohort={"min_devices": 3})

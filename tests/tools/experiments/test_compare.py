@@ -201,15 +201,6 @@ def test_a_finished_run_is_not_made_again(folder: Path, tmp_path: Path) -> None:
     assert last == todo[:1]
 
 
-def test_the_line_of_a_run_has_the_score_of_the_table(folder: Path, tmp_path: Path) -> None:
-    said: list[str] = []
-    for others, told in (([], "90.0 %"), (["local"], "50.0 %")):
-        todo = comparison.make_cases(JOB, folder, ["fedavg", *others], [0])
-        comparison.run_cases(todo, tmp_path / told, lambda case, tell: made(case.settings.method, 0, 0.9), said.append)
-        assert {line.partition(", accuracy ")[2] for line in said} == {told}
-        said.clear()
-
-
 def test_a_compared_job_stops_early(folder: Path) -> None:
     table = {**TABLE, "rounds": 9, "params": {"lr": 1e-9}, "stop": {"patience": 2}, "check": {"every": 1}}
     (case,) = comparison.make_cases(settings.parse_job(table), folder, ["fedavg"], [0])

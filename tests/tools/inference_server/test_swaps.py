@@ -149,13 +149,3 @@ def test_a_file_that_changes_while_it_is_read_is_refused(models: Path, monkeypat
     monkeypatch.setattr(REAL, "hash_file", late)
     with pytest.raises(ModelError, match=r"model\.onnx was changed while it was read"):
         ModelSwitcher(models)
-
-
-def test_a_file_and_a_models_folder_do_too(models: Path) -> None:
-    path = models / "a" / "model.onnx"
-    assert ModelSwitcher(path).current.sha256 == ModelSwitcher(models / "a").current.sha256 == digest(path)
-    found = ModelSwitcher(path)
-    os.replace(models / "b" / "model.onnx", path)
-    assert found.reload_if_changed()
-    with pytest.raises(ModelError, match=r"model .*/nothing is missing: deploy one with `fedquilt rollout model`"):
-        ModelSwitcher(models / "nothing")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import plain
 import pytest
 from evaluations import of_classes, total
 from msgspec import structs
@@ -80,14 +81,9 @@ class Page(HTMLParser):
 
 def update(device: str, round: int, accuracy: float | None = None, **usage: Any) -> Update:
     usage = {"wall_s": 2.0, "down_bytes": 3_000_000, "up_bytes": 1_000_000, **usage}
-    return Update(
-        job="j",
+    return plain.update(
         round=round,
-        attempt=0,
         device=device,
-        weight=1.0,
-        bundles={},
-        metrics={},
         evaluation=None if accuracy is None else of_classes(accuracy, 8),
         usage=Usage(**usage),
     )

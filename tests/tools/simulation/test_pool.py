@@ -207,22 +207,6 @@ def test_no_sum_is_made_of_what_does_not_add_up_or_is_coded(
     assert taken["sums"] == []
 
 
-def test_updates_of_a_sum_that_does_not_count_whole_are_folded_one_by_one(
-    folder: Path, taken: dict[str, list[int]]
-) -> None:
-    late = {
-        "cohort": {"size": 4, "over_select": 0.5},
-        "fleet": {
-            "boards": ["x86-host", "raspberry-pi-5", "jetson-nano", "jetson-tx2", "jetson-orin-nano", "jetson-orin-nx"]
-        },
-    }
-    on_a_pool = played(folder, 2, **late)
-    assert all(len(devices) == 4 for devices in on_a_pool[1])
-    assert 6 in taken["sums"]
-    assert taken["folded"]
-    assert played(folder, 0, **late) == on_a_pool
-
-
 def test_updates_whose_sum_does_not_come_to_be_are_folded_one_by_one(
     folder: Path, taken: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
