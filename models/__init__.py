@@ -8,6 +8,7 @@ several labels (`task` of the job's data).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -130,8 +131,9 @@ def torchvision(
 
     Args:
         architecture: Name in torchvision.models.
-        classes: Number of outputs. A number other than 1000 means a new head.
-        weights: Name of torchvision's weights such as "DEFAULT", or a file, or None for random weights.
+        classes: Number of outputs. With a name as `weights`, a number other than 1000 means a new head.
+        weights: Name of torchvision's weights such as "DEFAULT", or a file with `classes` outputs, or None for random
+            weights.
         size: Size of the images in pixels.
         mean: Mean of each channel, by default ImageNet's.
         std: Standard deviation of each channel, by default ImageNet's.
@@ -143,7 +145,7 @@ def torchvision(
     }
     if weights is None:
         return table
-    head_settings = {} if weights != "DEFAULT" or classes == 1000 else {"weights_classes": 1000}
+    head_settings = {} if classes == 1000 or Path(weights).is_file() else {"weights_classes": 1000}
     return {**table, "weights": weights, **head_settings}
 
 

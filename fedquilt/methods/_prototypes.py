@@ -74,8 +74,7 @@ class PrototypeHooks:
         import torch
 
         if not self._tensors:
-            device = forward.y.device
-            self._tensors = {name: torch.tensor(array, device=device) for name, array in self._received.items()}
+            self._tensors = {name: torch.tensor(array).to(forward.y.device) for name, array in self._received.items()}
         distances = (self._features - self._tensors["prototypes"][forward.y]).square().mean(dim=1)
         return self._strength * (distances * self._tensors["has_prototype"][forward.y]).mean()
 
@@ -139,8 +138,7 @@ def compute_prototypes(task: core.Task, site: core.ClientContext, network: core.
 
 def update_schema(state: State) -> core.UpdateSchema:
     """Return the schema of an update: prototypes, and the number of examples of each class."""
-    classes = tensors.tensor_shapes({"": state.has_prototype})[""].shape
-    counts = tensors.TensorSpec(classes, np.dtype(np.int64))
+    counts = tensors.TensorSpec(np.shape(state.has_prototype), np.dtype(np.int64))
     return core.UpdateSchema({"prototypes": {"prototypes": state.prototypes, "examples": counts}})
 
 

@@ -91,7 +91,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the device's network on the consensus and on its own examples, and return its scores."""
     network, public = _tier_networks.load_own_network(site), site.load("public")["x"]
     if "scores" in task.bundles:
-        network = digest_scores(task, site, network, core.Examples(public, site.load("scores")["scores"]))
+        network = digest(task, site, network, core.Examples(public, site.load("scores")["scores"]))
     client_result = local_training.train_from(task, site, network)
     network = client_result.bundles["model"]
     unlabelled = core.Examples(public, np.zeros(len(public), np.int64))
@@ -99,14 +99,12 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     return replace(client_result, bundles={"scores": {"scores": scores}}, weight=1.0, private_state=network)
 
 
-def digest_scores(
-    task: core.Task, site: core.ClientContext, network: core.Tensors, public: core.Examples
-) -> core.Tensors:
+def digest(task: core.Task, site: core.ClientContext, start: core.Tensors, public: core.Examples) -> core.Tensors:
     """Return the network after training by regression to the consensus, the targets of the public examples."""
     fit = local_training.fit_from_task(task)
     fit = replace(fit, epochs=task.params["digest_epochs"], loss="mse", augment=())
     table = {**task.params["network"], "task": "regression"}
-    digested, _ = site.engine.train(table, network, public, fit, site.rng, progress=lambda share: site.progress(0.0))
+    digested, _ = site.engine.train(table, start, public, fit, site.rng, progress=lambda share: site.progress(0.0))
     return digested
 
 

@@ -323,14 +323,13 @@ def _download_model(name: str, network: Mapping[str, Any], weights: str) -> nn.M
     from fedquilt.host.torchvision_compat import import_torchvision
 
     _find_torchvision_factory(name)
-    architecture = name.removeprefix("torchvision/")
+    architecture, classes = name.removeprefix("torchvision/"), int(network.get("classes", 1000))
+    if classes != 1000:
+        raise ModelError(f"torchvision's weights of {name} are for 1000 classes, not {classes}: remove `classes`")
     try:
-        model = import_torchvision().models.get_model(architecture, weights=weights)
+        model: nn.Module = import_torchvision().models.get_model(architecture, weights=weights)
     except (ValueError, KeyError, AttributeError) as error:
         raise ModelError(f"{name} has no weights {weights!r} ({error}): set DEFAULT, or a file") from None
     except OSError as error:
         raise ModelError(f"cannot download the weights of {name} ({error}): use a local file instead") from None
-    classes = int(network.get("classes", 1000))
-    if classes != 1000:
-        raise ModelError(f"torchvision's weights of {name} are for 1000 classes, not {classes}: remove `classes`")
     return model

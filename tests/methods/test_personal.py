@@ -23,7 +23,7 @@ from fedquilt.core import (
     UpdateError,
 )
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.methods import ditto, fedavg, feddyn, fedper, fedrep, local, perfedavg, pfedme
+from fedquilt.methods import ditto, fedavg, fedbabu, feddyn, fedper, fedrep, local, perfedavg, pfedme
 from fedquilt.testing.toy_networks import point_devices, run_method, toy_bundle
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
@@ -214,6 +214,19 @@ def test_perfedavg_is_evaluated_after_a_step_on_the_devices_own_examples():
     assert perfedavg.check(task, nobody) == plain
     for params in ({"alpha": 0.0}, {"adapt_epochs": 0}):
         assert perfedavg.check(*one(perfedavg.METHOD, torch_one(), **{"alpha": 0.2, **params})) == plain
+
+
+def test_fedbabu_sends_the_body_and_is_evaluated_after_fine_tuning_all_layers():
+    task, site = one(fedbabu.METHOD, torch_one(), alpha=0.2, adapt_epochs=2)
+    assert fedbabu.METHOD.work(task, site).bundles["model"].keys() == {"1.weight", "1.bias"}
+    network = {**site.load("model"), **site.load("own")}
+    fresh = [replace(site, rng=tensors.seeded_rng(task.seed)) for _ in range(2)]
+    tuned = perfedavg.adapt(task, fresh[0], network)
+    assert all((tuned[name] != array).any() for name, array in network.items())
+    table = task.params["network"]
+    assert fedbabu.check(task, fresh[1]) == site.engine.evaluate(table, tuned, site.held_out)
+    with pytest.raises(ModelError, match="layers = 2: these are all layers"):
+        fedbabu.init(toy_bundle(), fedbabu.Params(layers=2), 0)
 
 
 def test_fedreps_progress_goes_from_nothing_to_all_once():

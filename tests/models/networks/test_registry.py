@@ -154,6 +154,7 @@ def test_a_file_that_would_run_code_is_not_read(tmp_path):
         ({"name": "torchvision/resnet51"}, None, "no architecture 'resnet51'"),
         (MLP, "absent.pt", "absent.pt: no such file"),
         (MLP, "DEFAULT", "'DEFAULT' of network 'mlp': no such file"),
+        ({"name": "torchvision/resnet18", "classes": 9}, "IMAGENET9", "are for 1000 classes, not 9"),
         ({"name": "torchvision/resnet18"}, "IMAGENET9", "no weights 'IMAGENET9'"),
     ],
 )

@@ -41,7 +41,9 @@ def test_a_table_is_built_and_says_what_an_example_is(name):
 
 def test_a_network_of_torchvision_gets_a_new_head_where_classes_differ():
     assert models.torchvision("resnet18", 10, weights="DEFAULT")["weights_classes"] == 1000
+    assert models.torchvision("resnet18", 10, weights="IMAGENET1K_V1")["weights_classes"] == 1000
     assert "weights_classes" not in models.torchvision("resnet18", weights="DEFAULT")
+    assert "weights_classes" not in models.torchvision("resnet18", 10, weights=__file__)
     assert models.torchvision("resnet18", 10)["input"]["size"] == 224
 
 
