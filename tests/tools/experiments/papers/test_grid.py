@@ -413,6 +413,8 @@ def test_a_target_may_be_a_share_of_a_row_and_a_row_the_best_of_others(tmp_path:
     assert result["figures"]["other"]["value"] == pytest.approx(
         (40 + 100 * 10 / 30) / 2, abs=0.01
     )  # 10 s, the whole run
+    assert result["figures"]["other"]["verdict"] == "target not reached with each seed"
+    assert not result["figures"]["other"]["reached"]
     assert papers.format_result(table, result)
     chosen = table.select_rows(["best"])
     assert list(chosen.rows) == ["whole", "late", "best"]
