@@ -20,6 +20,7 @@ from fedquilt.coordinator.rounds.decisions import decide_event, next_decision_s
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     JobEnded,
+    JobStarted,
     ModeChosen,
     RoundClosed,
     RoundCommitted,
@@ -33,13 +34,19 @@ from fedquilt.coordinator.rounds.events import (
 from fedquilt.coordinator.rounds.job_state import JobState, TaskVersion
 from fedquilt.coordinator.rounds.selection import DeviceSnapshot, JobRequirements, ineligibility_code
 from fedquilt.coordinator.settings import CohortSettings, StalenessSettings
-from fedquilt.coordinator.views import event_messages
+from fedquilt.coordinator.views import event_messages, round_outcomes
+from fedquilt.coordinator.views.run_summary import RunSummary
+from fedquilt.coordinator.views.scores import RunScores
 from fedquilt.core import BlobRef, DeviceUpdate, JobError, OperatingPoint, WorkEstimate
 from fedquilt.formats.tensor_register import register_from_kinds
 from fedquilt.methods import genefl
 from fedquilt.models.local_training import NetworkState
+from fedquilt.tools.report import columns
 
 STATES = [BlobRef(sha256=f"{number:064x}", size=1) for number in range(9)]
+
+
+JOB = settings.parse_job({"name": "j", "method": "fedavg"})
 
 
 def buffered_state(rounds: int = 9, **cohort: object) -> JobState:
@@ -306,6 +313,41 @@ def test_updates_that_arrive_between_two_rounds_wait_for_the_next():
     assert decision.arriving_update == sent
     for input in (responses.UpdateReceived("c"), responses.UpdateValidated("c", sent, sent)):
         assert responses.decide_response("j-1", state, sent, input, 1.0) == responses.Decision(sent)
+
+
+# -- views ----------------------------------------------------------------------------------------
+
+
+def test_views_show_how_often_each_device_contributes_and_how_old_its_updates_are():
+    outcomes = round_outcomes.RoundOutcomes(buffered_state().constants)
+    lines = []
+    for event in (
+        JobStarted(BLOB),
+        CohortSelected(0, 0, ("a", "b", "c")),
+        UpdateAccepted(0, update("a")),
+        UpdateAccepted(0, update("b")),
+        RoundClosed(0),
+        committed(0),
+        CohortSelected(1, 0, ("a",)),
+        UpdateAccepted(1, update("c")),
+        UpdateAccepted(1, update("a", 1)),
+    ):
+        before = outcomes.summary
+        outcomes.apply_event(event)
+        lines += event_messages.format_event(before, event, outcomes.summary)
+    assert any("update from c, 1 commit old (task of round 1): " in line for line in lines)
+    assert outcomes.by_round[1]["c"].text == "update received, 1 commit old (task of round 1)"
+    status = event_messages.format_status(outcomes.summary, outcomes.summary.state)
+    assert status[-1] == "2 of 2 updates, up to 1 commit old"
+    assert [line.split() for line in round_outcomes.format_contributions(outcomes.summary)] == [
+        ["device", "updates", "share", "commits", "old,", "mean"],
+        ["a", "2", "50.0", "%", "0.0"],
+        ["b", "1", "25.0", "%", "0.0"],
+        ["c", "1", "25.0", "%", "1.0"],
+    ]
+    assert len(round_outcomes.format_contributions(outcomes.summary, "c")) == 2
+    assert columns.make_device_columns(outcomes.summary, JOB, RunScores(""))["staleness"] == [0.0, 0.0, 1.0]
+    assert round_outcomes.format_contributions(RunSummary(started_state())) == []
 
 
 # -- staleness ------------------------------------------------------------------------------------

@@ -247,8 +247,18 @@ def judge_claims(grid: Grid, columns: Mapping[str, Mapping[str, Any]]) -> dict[s
             limits = {"at_most": claim.at_most, "at_least": 0.0 if claim.told else claim.at_least}
             for column, values in by_column.items():
                 name = claim.name.replace("{column}", column).replace("{row}", row)
-                judged[name] = (claim, judge_claim(values, claim.unit, **limits))
+                verdict = judge_claim(values, claim.unit, **limits)
+                if any(
+                    misses_target(claim, columns[each][row]) for each in ([column] if column in columns else columns)
+                ):
+                    verdict |= {"verdict": "target not reached with each seed", "reached": False}
+                judged[name] = (claim, verdict)
     return judged
+
+
+def misses_target(claim: ClaimSpec, row: Mapping[str, Any]) -> bool:
+    """Return whether a row has no seconds or joules to the target with some seed, so that its mean is too small."""
+    return claim.value in ("seconds_to", "energy_j_to") and None in row["values"][claim.value]
 
 
 def compute_claim_values(claim: ClaimSpec, row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> list[float]:

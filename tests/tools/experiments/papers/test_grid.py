@@ -12,6 +12,7 @@ import pytest
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import DataError, JobError
+from fedquilt.formats import job_bundle
 from fedquilt.tools.experiments import tables
 from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
 from fedquilt.tools.lab import papers
@@ -353,3 +354,109 @@ def test_a_spread_is_that_of_several_seeds() -> None:
     assert papers.format_spread([0.99, 0.98], 100.0, 2, False) == "98.50 ± 0.71"
     assert papers.format_spread([0.99, None], 100.0, 0, True) == "99, -"
     assert papers.format_spread([None], 1.0, 0, False) == ""
+
+
+def seed_run(seed: int, *marks: tuple[int, float]) -> SeedRun:
+    points = [
+        EvaluationPoint(
+            rounds=rounds,
+            test=test,
+            held=None,
+            mean=None,
+            worst_decile=None,
+            seconds=10.0 * rounds,
+            real_s=0.0,
+            down_bytes=0,
+            up_bytes=0,
+            energy_j=2.0 * rounds,
+        )
+        for rounds, test in marks
+    ]
+    return SeedRun(method="fedavg", seed=seed, params={}, devices=2, tested=9, marks=tuple(points))
+
+
+RELATIVE = """
+about = "What it is."
+target_row = "whole"
+seeds = [4, 5]
+show = [{ value = "seconds_to", title = "s" }, { value = "energy_j_to", title = "J" }]
+claims = [
+  { name = "{row}", value = "seconds_to", row = "other", of = "best", unit = "%", at_most = 50.0 },
+]
+[job]
+name = "made"
+method = "fedavg"
+engine = "numpy"
+rounds = 10
+check.every = 1
+model = { name = "mlp", inputs = 64, hidden = [8], classes = 10 }
+data = { path = "$digits" }
+[axes.split]
+iid = { target = 0.5, job.data.partition = "iid" }
+[rows]
+whole = {}
+late.job.cohort.deadline_s = 9.0
+other.job.cohort.deadline_s = 8.0
+best = { best_of = ["whole", "late"], best_by = "seconds_to" }
+"""
+
+
+def test_a_target_may_be_a_share_of_a_row_and_a_row_the_best_of_others(tmp_path: Path) -> None:
+    table = made(tmp_path, RELATIVE).fill_marks(None)
+    found = cells.make_cells(table, "made.toml", (4, 5), None, ["iid"], tmp_path)
+    assert [(cell.row, cell.case.settings.seed) for cell in found] == [
+        (row, seed) for seed in (4, 5) for row in ("whole", "late", "other")
+    ]
+    marks = {
+        ("whole", 4): [(1, 0.1), (5, 0.5), (10, 0.8)],  # the target is 0.4
+        ("late", 4): [(1, 0.3), (7, 0.4)],
+        ("other", 4): [(1, 0.2), (2, 0.41)],
+        ("whole", 5): [(9, 0.3), (10, 0.6)],  # the target is 0.3
+        ("late", 5): [(1, 0.1), (3, 0.31)],
+        ("other", 5): [(1, 0.29)],  # never reached
+    }
+    runs = {cell.case: seed_run(4, *marks[cell.row, cell.case.settings.seed]) for cell in found}
+    result = papers.make_result("made", table, found, runs, (4, 5), None)
+    values = {row: entry["values"] for row, entry in result["columns"]["iid"].items()}
+    assert {row: each["seconds_to"] for row, each in values.items()} == {
+        "whole": [50.0, 90.0],
+        "late": [70.0, 30.0],
+        "other": [20.0, None],
+        "best": [50.0, 30.0],
+    }
+    assert values["best"]["energy_j_to"] == [10.0, 6.0]
+    assert result["figures"]["other"]["value"] == pytest.approx(
+        (40 + 100 * 10 / 30) / 2, abs=0.01
+    )  # 10 s, the whole run
+    assert result["figures"]["other"]["verdict"] == "target not reached with each seed"
+    assert not result["figures"]["other"]["reached"]
+    assert papers.format_result(table, result)
+    chosen = table.select_rows(["best"])
+    assert list(chosen.rows) == ["whole", "late", "best"]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (('target_row = "whole"', 'target_row = "all"'), "target_row: 'all' is unknown"),
+        (('["whole", "late"]', '["early"]'), "rows.best.best_of: 'early' is unknown"),
+        (("target = 0.5, ", ""), "value 'seconds_to': column 'iid' has no target"),
+    ],
+)
+def test_a_relative_target_without_its_row_is_refused(tmp_path: Path, change: tuple[str, str], problem: str) -> None:
+    with pytest.raises(JobError, match=problem):
+        made(tmp_path, RELATIVE.replace(*change)).fill_marks(None)
+
+
+def test_times_may_be_those_of_a_larger_network(tmp_path: Path) -> None:
+    table = made(tmp_path, RELATIVE.replace("seeds =", "flops = 3e9\nseeds =")).fill_marks(None)
+    (folder, other) = (
+        cells.make_bundles(
+            [(table.make_job(table.columns["iid"], table.rows["whole"], 4, None), None)], tmp_path, flops
+        )[0]
+        for flops in (table.flops, 0.0)
+    )
+    assert job_bundle.load_bundle(folder).meta["flops"] == 3e9
+    assert "layers" not in job_bundle.load_bundle(folder).meta
+    assert job_bundle.load_bundle(other).meta["flops"] < 1e4
+    assert job_bundle.load_bundle(folder).load("model").keys() == job_bundle.load_bundle(other).load("model").keys()
