@@ -312,7 +312,7 @@ def test_a_method_that_leaves_trained_tensors_on_devices_is_refused_by_name(stor
     state = methods.load("local").init(job_bundle.load_bundle(row.bundle), settings.parse_params(row.job), 0)
     store.append_event(run, JobStarted(store.blob_store.store_bytes(tensors.pack_state(state))))
     for evaluate in (evaluation.evaluate_run, evaluation.evaluate_state):
-        with pytest.raises(JobError, match="local leaves 2 trained tensors .* on devices"):
+        with pytest.raises(JobError, match=r"local leaves 2 trained tensors .* on devices"):
             evaluate(store, run)
 
 

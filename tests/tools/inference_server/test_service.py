@@ -240,5 +240,5 @@ def test_other_tasks_are_answered_and_labelled(
     assert service.make_health()["rmse"] == rmse
     waiting = service.predict_bytes(npy(classifiers.image(255)))["id"]
     for wrong in ("none", {"y": 1.0}, True):
-        with pytest.raises(DataError, match="unknown labels|not a number for each of y 0, y 1"):
+        with pytest.raises(DataError, match=r"unknown labels|not a number for each of y 0, y 1"):
             service.record_label(waiting, wrong)
