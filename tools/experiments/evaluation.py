@@ -248,8 +248,8 @@ def convert_to_units(run_scores: RunScores, job: JobSettings) -> RunScores:
     if len(stds) != 1:
         return run_scores
     (std,) = stds
-    converted = tuple(_convert_score(score, std) for score in run_scores.scores)
-    return msgspec.structs.replace(run_scores, scores=converted)
+    all_scores = tuple(_convert_score(score, std) for score in run_scores.scores)
+    return msgspec.structs.replace(run_scores, scores=all_scores)
 
 
 def _convert_score(score: EvaluationScore, std: float) -> EvaluationScore:

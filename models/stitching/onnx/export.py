@@ -194,10 +194,11 @@ class _GraphBuilder:
         return name
 
     def add_standardisation(self, value: str, scale: onnx_scaling.InputScale) -> str:
-        added = onnx_scaling.standardise_value(value, scale, f"{value}/standardised")
-        self.nodes += added.nodes
-        self.initializers += added.constants
-        return f"{value}/standardised"
+        result = f"{value}/standardised"
+        scaled_value = onnx_scaling.standardise_value(value, scale, result)
+        self.nodes += scaled_value.nodes
+        self.initializers += scaled_value.constants
+        return result
 
     def add_stage(self, value: str, graphs: Sequence[onnx.GraphProto], prefix: str, home: str) -> str:
         if len(graphs) == 1:
