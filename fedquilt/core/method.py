@@ -216,9 +216,9 @@ class Artefact:
 
     @property
     def untrained_tensors(self) -> Sequence[str]:
-        """Names of the network's tensors with initial values, whose trained values stay on devices.
+        """Names of the network's tensors with initial values, because the trained values stay on devices.
 
-        They are those in `meta["untrained"]`, or else those in `meta["private"]`.
+        `meta["untrained"]` lists the names, by default those in `meta["private"]`.
         """
         return self.meta.get("untrained", self.meta.get("private", ()))
 

@@ -69,22 +69,24 @@ def _make_constants(names: Sequence[str], arrays: Sequence[np.ndarray]) -> list[
 def standardise_inputs(model: onnx.ModelProto, scale: InputScale) -> None:
     """Let the graph standardise its input."""
     graph = model.graph
-    source, scaled = graph.input[0].name, f"{graph.input[0].name}/standardised"
-    rename_value(graph.node, source, scaled)
-    added = standardise_value(source, scale, scaled)
-    nodes = [*added.nodes, *graph.node]
+    source = graph.input[0].name
+    result = f"{source}/standardised"
+    rename_value(graph.node, source, result)
+    value = standardise_value(source, scale, result)
+    nodes = [*value.nodes, *graph.node]
     del graph.node[:]
     graph.node.extend(nodes)
-    graph.initializer.extend(added.constants)
+    graph.initializer.extend(value.constants)
 
 
 def rescale_outputs(model: onnx.ModelProto, mean: Sequence[float], std: Sequence[float]) -> None:
     """Let the graph return `output * std + mean`, with a value for each output."""
     graph = model.graph
-    result, learned = graph.output[0].name, f"{graph.output[0].name}/standardised"
-    rename_value(graph.node, result, learned)
+    result = graph.output[0].name
+    source = f"{result}/standardised"
+    rename_value(graph.node, result, source)
     names = f"{result}/std", f"{result}/mean"
-    graph.node.append(helper.make_node("Mul", [learned, names[0]], [f"{result}/scaled"]))
+    graph.node.append(helper.make_node("Mul", [source, names[0]], [f"{result}/scaled"]))
     graph.node.append(helper.make_node("Add", [f"{result}/scaled", names[1]], [result]))
     graph.initializer.extend(_make_constants(names, [np.array(std, np.float32), np.array(mean, np.float32)]))
 

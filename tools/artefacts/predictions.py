@@ -62,10 +62,10 @@ class PredictedExamples:
 
     def evaluate(self) -> dict[str, EvaluationSums]:
         """Return the evaluation of the labelled examples by target of a regression, otherwise under ""."""
-        known = [index for index, target in enumerate(self.targets) if target is not None]
-        if not known:
+        rows = [index for index, target in enumerate(self.targets) if target is not None]
+        if not rows:
             return {}
-        outputs, targets = self.outputs[known], np.stack([self.targets[index] for index in known])  # type: ignore[misc]
+        outputs, targets = self.outputs[rows], np.stack([target for target in self.targets if target is not None])
         task = self.network.output.task
         if task != "regression":
             return {"": evaluation_sums.evaluate_scores(task, [(outputs, targets)]).sums()}
@@ -161,8 +161,8 @@ def print_predictions(model: Path, source: Path, format: str, out: Path | None =
 
 def _write_predictions(predicted: PredictedExamples, out: Path) -> None:
     rows = predicted.to_rows()
-    flat = [_flatten_row(row) for row in rows]
-    table_file.write_table(out, tuple(flat[0]), flat if out.suffix == ".csv" else rows)
+    flat_rows = [_flatten_row(row) for row in rows]
+    table_file.write_table(out, tuple(flat_rows[0]), flat_rows if out.suffix == ".csv" else rows)
 
 
 def _to_document(predicted: PredictedExamples) -> dict[str, Any]:
@@ -172,14 +172,14 @@ def _to_document(predicted: PredictedExamples) -> dict[str, Any]:
 
 def _flatten_row(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row with a column for each number: "price", "true price", "score broken"."""
-    flat: dict[str, Any] = {}
+    cells: dict[str, Any] = {}
     prefixes = {"prediction": "", "score": "score ", "label": "true "}
     for name, value in row.items():
         if isinstance(value, dict):
-            flat |= {f"{prefixes[name]}{key}": number for key, number in value.items()}
+            cells |= {f"{prefixes[name]}{key}": number for key, number in value.items()}
         else:
-            flat[name] = value
-    return flat
+            cells[name] = value
+    return cells
 
 
 def _format_table(predicted: PredictedExamples) -> list[str]:

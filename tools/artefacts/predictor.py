@@ -158,7 +158,9 @@ class Predictor:
         scores = self._engine.run(self._file, prepared)
         if scores.ndim != 2 or scores.shape[1] != len(self.output.names):
             shape = scores.shape[1] if scores.ndim == 2 else scores.shape[1:]
-            raise ModelError(f"{self.model} outputs {shape} scores for {len(self.output.names)} names: export it again")
+            raise ModelError(
+                f"{self.model} outputs {shape} numbers for {len(self.output.names)} names: export it again"
+            )
         try:
             exported_model.require_scores(scores)
         except ModelError as error:

@@ -15,7 +15,7 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,6 @@ class Evaluator:
         """Return the score of a state on the test set, or None if the method has nothing to evaluate yet."""
         if self.method.check is None:
             return self._score_stitched(state, rounds, sha256)
-        if self.method.traits.private_data:
-            self._require_trained_result(state)
         engine = self._get_engine(self.job.engine or _choose_engine(self.method))
         spec = self.method.send(state, self._make_device_view(engine.name, budget_bytes))
         if spec is None:
@@ -107,14 +105,6 @@ class Evaluator:
                 path_of_blob=self._find_blob,
             )
             return score_from_sums(self.method.check(*task_and_context), rounds, sha256)
-
-    def _require_trained_result(self, state: Any) -> None:
-        if untrained := self.method.result(state).untrained_tensors:
-            raise JobError(
-                f"{self.job.method} leaves {len(untrained)} trained tensors ({untrained[0]}, ...) on devices, so the "
-                "run has no whole network for a test set: set [check] every = 1, and read the devices' own accuracy "
-                "in `fedquilt report`"
-            )
 
     def _make_device_view(self, engine: str, budget_bytes: int) -> DeviceView:
         profile = Profile(
@@ -146,6 +136,22 @@ class Evaluator:
         )
         accuracy = bench.compute_accuracy(self.method.result(state))
         return EvaluationScore(rounds, accuracy, len(self._test), None, sha256)
+
+
+def find_untrained_tensors(method: str, state: Any) -> Sequence[str]:
+    """Return the tensors of a method's result whose trained values stay on devices."""
+    loaded = methods.load(method)
+    return loaded.result(state).untrained_tensors if loaded.traits.private_data else ()
+
+
+def require_whole_network(method: str, state: Any) -> None:
+    """Raise JobError if trained tensors stay on devices, so that the server cannot evaluate the network."""
+    if untrained := find_untrained_tensors(method, state):
+        raise JobError(
+            f"{method} leaves {len(untrained)} trained tensors ({untrained[0]}, ...) on devices, so the run has no "
+            "whole network for a test set: set [check] every = 1, and read the devices' own accuracy in "
+            "`fedquilt report`"
+        )
 
 
 def score_from_sums(sums: EvaluationSums | None, rounds: int, sha256: str) -> EvaluationScore | None:
@@ -221,6 +227,7 @@ def evaluate_state(store: Store, run: str, *, best: bool = False, data: Path | N
     row = store.find_job(run)
     job = row.job if data is None else msgspec.structs.replace(row.job, test=_make_test_settings(row.job, data))
     state = export.load_state(store, row, best=best)
+    require_whole_network(job.method, state.value)
     with Evaluator(job, row.bundle) as evaluator:
         score = evaluator.score(state.value, state.rounds, state.sha256)
     return RunScores(scores.make_test_table(job), () if score is None else (score,))
@@ -241,8 +248,8 @@ def convert_to_units(run_scores: RunScores, job: JobSettings) -> RunScores:
     if len(stds) != 1:
         return run_scores
     (std,) = stds
-    converted = tuple(_convert_score(score, std) for score in run_scores.scores)
-    return msgspec.structs.replace(run_scores, scores=converted)
+    all_scores = tuple(_convert_score(score, std) for score in run_scores.scores)
+    return msgspec.structs.replace(run_scores, scores=all_scores)
 
 
 def _convert_score(score: EvaluationScore, std: float) -> EvaluationScore:
@@ -277,20 +284,29 @@ def _score_latest_if_new(
 ) -> EvaluationScore | None:
     # The result is also None if the state was deleted because the next state was committed.
     latest = states.read_latest()
-    if latest is None or latest[1].sha256 in scored_digests or (states.rounds.is_evaluation_round and not has_ended):
+    if latest is None or (states.rounds.is_evaluation_round and not has_ended):
         return None
     rounds_done, ref = latest
-    path = states.store.blob_store.blob_path(ref.sha256)
-    try:
-        payload = None if path is None else path.read_bytes()
-    except FileNotFoundError:
-        payload = None
+    is_scored = ref.sha256 in scored_digests
+    if is_scored and not evaluator.method.traits.private_data:
+        return None
+    payload = _read_state(states.store, ref)
     if payload is None:
         if has_ended:
             state_text = f"the state after {rounds_done} rounds ({ref.sha256[:12]})"
             raise StoreError(f"{state_text} is missing or damaged: restore {states.store.home}")
         return None
-    return evaluator.score(tensors.unpack_state(payload, evaluator.method.state), rounds_done, ref.sha256)
+    state: Any = tensors.unpack_state(payload, evaluator.method.state)
+    require_whole_network(evaluator.job.method, state)
+    return None if is_scored else evaluator.score(state, rounds_done, ref.sha256)
+
+
+def _read_state(store: Store, ref: BlobRef) -> bytes | None:
+    path = store.blob_store.blob_path(ref.sha256)
+    try:
+        return None if path is None else path.read_bytes()
+    except FileNotFoundError:
+        return None
 
 
 def format_score(score: EvaluationScore, matrix: bool = False) -> list[str]:

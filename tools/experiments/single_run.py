@@ -317,7 +317,8 @@ def _evaluate_and_store_once(home: Path, simulation: Simulation, evaluate: Calla
     }:
         return
     result = evaluate()
-    test = (*stored.scores, result.test) if result.test else stored.scores
+    is_whole = not evaluation.find_untrained_tensors(row.job.method, simulation.state)
+    test = (*stored.scores, result.test) if result.test and is_whole else stored.scores
     held = (*stored.held, result.held) if result.held else stored.held
     devices = dict(result.devices) or stored.devices
     scores.write_scores(scores.scores_path(home, row.id), scores.RunScores(stored.test, test, held, devices))

@@ -65,7 +65,7 @@ def export_stitched(
     builder, early = _GraphBuilder(), network.early
     early_prefixes = path_prefixes(early.taps) if early is not None else []
     prefixes = list(dict.fromkeys([*early_prefixes, *path_prefixes(network.taps)]))
-    in_shape = blocks[prefixes[0][-1]].in_shape
+    in_shape = _find_block(prefixes[0][-1], blocks).in_shape
     scale = onnx_scaling.input_scale(meta["input"], in_shape)
     values: dict[tuple[str, ...], str] = {(): "x" if scale is None else builder.add_standardisation("x", scale)}
     if early is not None:
@@ -194,10 +194,11 @@ class _GraphBuilder:
         return name
 
     def add_standardisation(self, value: str, scale: onnx_scaling.InputScale) -> str:
-        added = onnx_scaling.standardise_value(value, scale, f"{value}/standardised")
-        self.nodes += added.nodes
-        self.initializers += added.constants
-        return f"{value}/standardised"
+        result = f"{value}/standardised"
+        scaled_value = onnx_scaling.standardise_value(value, scale, result)
+        self.nodes += scaled_value.nodes
+        self.initializers += scaled_value.constants
+        return result
 
     def add_stage(self, value: str, graphs: Sequence[onnx.GraphProto], prefix: str, home: str) -> str:
         if len(graphs) == 1:
@@ -324,9 +325,20 @@ def _to_float32(array: np.ndarray) -> np.ndarray:
 def _load_block_graphs(
     block: str, blocks: Mapping[str, Block], files: Mapping[str, Path]
 ) -> tuple[tuple[onnx.ModelProto, ...], ...]:
-    if block not in blocks or not files.keys() >= {name for stage in blocks[block].stages for name in stage}:
-        raise ModelError(f"the bundle has no block {block!r}: use the bundle from which this network was stitched")
-    return tuple(tuple(load_graph(block, files[name]) for name in stage) for stage in blocks[block].stages)
+    stages = _find_block(block, blocks).stages
+    if not files.keys() >= {name for stage in stages for name in stage}:
+        raise _missing_block_error(block)
+    return tuple(tuple(load_graph(block, files[name]) for name in stage) for stage in stages)
+
+
+def _find_block(name: str, blocks: Mapping[str, Block]) -> Block:
+    if name not in blocks:
+        raise _missing_block_error(name)
+    return blocks[name]
+
+
+def _missing_block_error(name: str) -> ModelError:
+    return ModelError(f"the bundle has no block {name!r}: use the bundle from which this network was stitched")
 
 
 def load_graph(block: str, path: Path) -> onnx.ModelProto:

@@ -1,5 +1,6 @@
 """A run's views: columns that add up, sentences, weights and files; and runs of any coordinator's home."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -100,6 +101,15 @@ def test_a_table_is_readable_as_text_and_in_a_notebook(run):
     assert len(repr(table).splitlines()) == 42
     assert "&lt;name&gt;" in table._repr_html_()
     assert repr(fq.Table({"a": [], "b": []})) == "a  b"
+
+
+def test_a_table_is_written_as_csv_or_json(tmp_path: Path) -> None:
+    table = fq.Table({"device": ["a", "b"], "joules": [1.5, None]})
+    assert table.write(tmp_path / "devices.csv").read_text() == "device,joules\na,1.5\nb,\n"
+    rows = json.loads(table.write(str(tmp_path / "devices.json")).read_text())
+    assert rows == [{"device": "a", "joules": 1.5}, {"device": "b", "joules": None}]
+    with pytest.raises(fq.JobError, match=r"name a file that ends with \.csv or \.json"):
+        table.write(tmp_path / "devices.xlsx")
 
 
 def test_why_says_what_became_of_a_device(run):

@@ -26,6 +26,8 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import scores
 from fedquilt.coordinator.views.scores import EvaluationScore
 from fedquilt.core import BlobRef, DataError, JobError, StoreError
+from fedquilt.core import evaluation as core_evaluation
+from fedquilt.edge_agent.engines import evaluation_sums
 from fedquilt.formats import job_bundle
 from fedquilt.tools.experiments import evaluation
 
@@ -260,3 +262,50 @@ def test_fedsq_is_judged_with_the_gates_of_the_pre_trained_copy(tmp_path: Path) 
     assert bare is not None
     assert found.value == first.value == 0.75
     assert bare.value != 0.75
+
+
+@pytest.mark.parametrize(("best", "rounds", "right"), [(False, 2, 0.25), (True, 1, 0.75)])
+def test_a_file_is_evaluated_with_the_last_or_the_best_state(
+    store: Store, best: bool, rounds: int, right: float
+) -> None:
+    run = begun(store, test={})
+    store.append_event(run, JobStarted(put(store, run, WRONG)))
+    log(store, run, RoundCommitted(0, put(store, run, RIGHT), False, {}))
+    log(store, run, RoundCommitted(1, put(store, run, WRONG), False, {}, best=True))
+    store.set_status(run, "done")
+    (score,) = evaluation.evaluate_state(store, run, best=best, data=store.home.parent / "points.npz").scores
+    assert (score.rounds, score.value, score.examples) == (rounds, right, 4)
+    assert not scores.scores_path(store.home, run).exists()
+
+
+def test_a_run_without_a_test_set_names_the_option(store: Store) -> None:
+    run = begun(store, test={}, data={"path": str(store.home.parent / "none.npz")})
+    store.append_event(run, JobStarted(put(store, run, RIGHT)))
+    with pytest.raises(JobError, match=r"job 'points' has no test set, .*`fedquilt model evaluate points --data"):
+        evaluation.evaluate_run(store, run)
+
+
+def test_a_method_that_leaves_trained_tensors_on_devices_is_refused_by_name(store: Store) -> None:
+    run = begun(store, method="local")
+    row = store.find_job(run)
+    state = methods.load("local").init(job_bundle.load_bundle(row.bundle), settings.parse_params(row.job), 0)
+    store.append_event(run, JobStarted(store.blob_store.store_bytes(tensors.pack_state(state))))
+    for evaluate in (evaluation.evaluate_run, evaluation.evaluate_state):
+        with pytest.raises(JobError, match=r"local leaves 2 trained tensors .* on devices"):
+            evaluate(store, run)
+
+
+def test_errors_of_a_regression_are_in_the_unit_of_its_targets() -> None:
+    """Errors of 1 and 3 standard deviations of 10: RMSE and MAE are ten times as large, R² is the same."""
+    outputs, y = np.array([[1.0], [0.0]], np.float32), np.array([[0.0], [3.0]], np.float32)
+    sums = evaluation_sums.evaluate_scores("regression", [(outputs, y)]).sums()
+    score = evaluation.score_from_sums(sums, 3, "")
+    assert score is not None
+    job = settings.parse_job(
+        {**TABLE, "data": {"path": "x", "task": "regression", "target": {"mean": [5], "std": [10]}}}
+    )
+    (converted,) = evaluation.convert_to_units(scores.RunScores({}, (score,)), job).scores
+    assert converted.evaluation is not None
+    before, after = core_evaluation.compute_metrics(sums), core_evaluation.compute_metrics(converted.evaluation)
+    assert after["rmse"] == converted.value == pytest.approx(10 * before["rmse"])
+    assert (after["mae"], after["r2"]) == (pytest.approx(20.0), pytest.approx(before["r2"]))

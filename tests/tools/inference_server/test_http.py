@@ -165,7 +165,7 @@ def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Pat
         return scores(x)
 
     def ask(url: str) -> None:
-        with urllib.request.urlopen(f"{url}v1/classify", npy(classifiers.image(250))) as answer:
+        with urllib.request.urlopen(f"{url}v1/predict", npy(classifiers.image(250))) as answer:
             told.append(answer.status)
 
     network.compute_scores = slowly  # type: ignore[method-assign]

@@ -191,3 +191,39 @@ def test_a_folder_that_cannot_be_written_stops_no_answer(running: Running, model
     running.service.write_status_if_due()
     assert "No space left on device" in running.service.make_health()["trouble"]
     assert running.client.post(npy(classifiers.image(1)))[0] == 200
+
+
+NETWORK = {"name": "cnn", "classes": 2, "input": {"channels": 1, "size": 4}}
+
+
+@pytest.mark.parametrize(
+    ("task", "prediction", "label", "told", "accuracy", "rmse"),
+    [
+        ("labels", ["1"], ["0", "1"], {"right": False}, 0.5, {}),
+        (
+            "regression",
+            {"y 0": -0.5, "y 1": 0.5},
+            {"y 0": 1.5, "y 1": 0.5},
+            {"difference": {"y 0": -2.0, "y 1": 0.0}},
+            None,
+            {"y 0": 2.0, "y 1": 0.0},
+        ),
+    ],
+)
+def test_other_tasks_are_answered_and_labelled(
+    tmp_path: Path, task: str, prediction: Any, label: Any, told: Any, accuracy: float | None, rmse: dict[str, float]
+) -> None:
+    """A white image has the outputs -0.5 and 0.5."""
+    facts = {"network": json.dumps({**NETWORK, "task": task}), "reading": json.dumps({"task": task})}
+    model = classifiers.write_classifier(tmp_path / "net.onnx", facts=facts)
+    service = ModelService(ModelSwitcher(model))
+    for _ in range(services.MIN_LABELS):
+        answer = service.predict_bytes(npy(classifiers.image(255)))
+        assert answer["prediction"] == prediction
+        assert service.record_label(answer["id"], label) == told
+    assert service.make_status()["accuracy"] == accuracy
+    assert service.make_health()["rmse"] == rmse
+    waiting = service.predict_bytes(npy(classifiers.image(255)))["id"]
+    for wrong in ("none", {"y": 1.0}, True):
+        with pytest.raises(DataError, match=r"unknown labels|not a number for each of y 0, y 1"):
+            service.record_label(waiting, wrong)

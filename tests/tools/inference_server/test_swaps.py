@@ -115,7 +115,7 @@ def test_a_model_that_does_not_load_leaves_the_old_one(running: Running, models:
     assert health["trouble"].endswith("(the previous model stays in use)")
     expected = {
         "garbage": "is not a valid ONNX file",
-        "labels": "2 scores for 3 labels",
+        "labels": "2 numbers for 3 names",
         "nothing": "is missing: deploy",
     }
     assert expected.get(what, "is missing: deploy") in health["trouble"]
