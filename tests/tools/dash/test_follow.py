@@ -49,6 +49,30 @@ def test_the_evaluation_after_the_last_round_has_its_name(tmp_path: Path) -> Non
     assert (names[1], names[-1]) == ("round 1", "final evaluation")
 
 
+@pytest.mark.parametrize(
+    ("cohort", "texts"),
+    [
+        ({}, {}),
+        (
+            {"mode": "buffered", "size": 2},
+            {
+                "a": "updates: 1 (50.0 %), mean age: 0.0 commits",
+                "b": "updates: 1 (50.0 %), mean age: 0.0 commits",
+            },
+        ),
+    ],
+)
+def test_a_buffered_run_has_the_contribution_of_each_device(
+    tmp_path: Path, cohort: dict[str, object], texts: dict[str, str]
+) -> None:
+    with Store(tmp_path) as store:
+        job = settings.parse_job({"name": "j", "method": "fedavg", "cohort": cohort})
+        found = RunFollower(store.find_job(store.add_job(job, tmp_path)))
+    for seq, fact in enumerate([JobStarted(BLOB), *whole_round("a", "b")]):
+        found.add_event(seq, 1.0, fact)
+    assert found.format_contributions() == texts
+
+
 def test_it_comes_to_what_the_views_say(home: Path) -> None:
     found = followed(home)
     plain = dashes.facts(DEVICES)

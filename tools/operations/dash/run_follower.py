@@ -171,7 +171,7 @@ class RunFollower:
         texts = {}
         for device, cost in self.summary.device_costs().items():
             share, age = run_summary.format_contribution(cost, self.summary.total)
-            texts[device] = f"{cost.tasks} updates, {share}, {age} commits old on average"
+            texts[device] = f"updates: {cost.tasks} ({share}), mean age: {age} commits"
         return texts
 
     def list_device_rounds(self, device: str) -> list[dict[str, Any]]:
