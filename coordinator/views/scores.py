@@ -118,7 +118,6 @@ def read_scores(home: Path, row: StoredJob) -> RunScores:
 
 
 def list_held_out_scores(summary: RunSummary, stored: RunScores) -> list[HeldOutScore]:
-    """Return the evaluations on held-out shares, in rounds and outside of rounds, by completed rounds."""
     points = progress_points(summary)
     in_rounds = [HeldOutScore.from_summary(point.rounds, point.personal) for point in points if point.personal]
     by_rounds = {score.rounds: score for score in (*in_rounds, *stored.held)}
@@ -126,7 +125,7 @@ def list_held_out_scores(summary: RunSummary, stored: RunScores) -> list[HeldOut
 
 
 def describe_results(summary: RunSummary, stored: RunScores) -> dict[str, str]:
-    """Return the latest results of a trained model: "held_out" and "test", as far as there are evaluations."""
+    """Return the latest values of a trained model under "held_out" and "test"."""
     results = {}
     if held_out := [score for score in list_held_out_scores(summary, stored) if score.rounds]:
         results["held_out"] = _describe_value(held_out[-1].metric, held_out[-1].weighted)

@@ -299,7 +299,6 @@ def inspect_table(path: Path, label: str, notes: list[str]) -> dict[str, Any]:
 
 
 def _find_case_variants(words: Iterable[str]) -> list[str]:
-    """Return two words that differ only in case, or [] without such words."""
     words_by_key: dict[str, list[str]] = {}
     for word in sorted(words):
         words_by_key.setdefault(word.casefold(), []).append(word)

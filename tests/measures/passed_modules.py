@@ -45,6 +45,7 @@ SEGMENTS: Final[dict[str, tuple[Call, Call]]] = {
     ),
 }
 RUN: Final = "run in the whole job"
+REPORT: Final = ("cli/jobs.py", "_write_report")
 
 
 def record_calls(job: Path) -> list[Call]:
@@ -87,6 +88,7 @@ def select_path(calls: list[Call], first: Call, last: Call) -> list[str]:
 
 def find_paths() -> dict[str, list[str]]:
     calls = trace_job()
+    calls = calls[: calls.index(REPORT)]  # the report of a job is no part of the job
     paths = {name: select_path(calls, *segment) for name, segment in SEGMENTS.items()}
     return {**paths, RUN: sorted({module for module, _ in calls})}
 

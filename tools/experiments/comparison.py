@@ -121,7 +121,6 @@ def describe_other_engines(job: JobSettings, cases: Sequence[ComparisonCase]) ->
 
 
 def describe_other_params(job: JobSettings, cases: Sequence[ComparisonCase]) -> list[str]:
-    """Return a line for each method that refuses parameters of the job's [params]."""
     lines = []
     for method, params in {case.settings.method: case.settings.params for case in cases}.items():
         known_names = {field.name for field in dataclasses.fields(methods.load(method).params)}

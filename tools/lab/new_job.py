@@ -97,8 +97,10 @@ class NewJob:
         else:
             choice = f"{self.method} trains {self.network['name']} ({network})"
         is_small_table = "channels" not in self.data.input and self.data.examples < FEW_EXAMPLES
-        few = [f"with {self.data.examples} examples a linear model may do as well"] if is_small_table else []
-        return [*self.data.notes, f"{choice}, {self.rounds} rounds, {self.devices} devices", *few]
+        notes = [*self.data.notes, f"{choice}, {self.rounds} rounds, {self.devices} devices"]
+        if is_small_table:
+            notes.append(f"with {self.data.examples} examples a linear model may do as well")
+        return notes
 
     def write(self, *, force: bool = False) -> None:
         """Write the job file, and the digits into the same folder if they are the data.
@@ -201,7 +203,6 @@ def inspect_source(source: str, label: str) -> DataInspection:
 
 
 def plan_simulation(path: Path, source: str, label: str = "", devices: int | None = None) -> NewJob:
-    """Return the job of `fedquilt simulate` for data, with its own number of devices by default."""
     data = inspect_source(source, label)
     return NewJob(path, data, "fedavg", devices or choose_devices(data), ROUNDS)
 

@@ -207,7 +207,6 @@ def parse_numbers(values: Sequence[Any]) -> np.ndarray | None:
 
 
 def find_all(index_by_word: Mapping[str, int], words: Sequence[Any]) -> list[int] | None:
-    """Return the index of each word, or None if one of them has no index."""
     try:
         return [index_by_word[word] for word in words]
     except (KeyError, TypeError):

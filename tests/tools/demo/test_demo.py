@@ -58,7 +58,7 @@ def test_the_demo_prints_a_line_for_each_round_and_few_others_without_colours(to
 
 def test_the_page_is_that_of_the_run(told: tuple[Path, str, str]) -> None:
     page = (told[0] / "report.html").read_text(encoding="utf-8")
-    assert "accuracy on the test set" in page
+    assert "test accuracy" in page
     assert "What each donor contributes" in page
     assert "as it is, %" in page
     assert "method = &#34;fedstitch&#34;" in page

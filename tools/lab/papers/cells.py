@@ -98,7 +98,7 @@ def make_cells(
 
 
 def write_data_sets(points: Sequence[AxisPoint], seed: int, out: Path) -> dict[str, Any]:
-    """Write the points' data set into `out`, and return the job that `simulate` makes for it, or {} without one."""
+    """Return the job of `simulate` for the points' data set, or {} without a data set."""
     from fedquilt.tools.lab.papers import data_sets
 
     names = [point.data_set for point in points if point.data_set]

@@ -144,8 +144,8 @@ def _fit_central(job: JobSettings, model: Any) -> SeedRun:
     from sklearn import pipeline, preprocessing
 
     train, test = examples.load_split(DataSpec.parse(job.data)), load_test_set(job)
-    x_train, x_test = (each.x.reshape(len(each), -1) for each in (train, test))
-    y_train, y_test = (each.y.ravel() for each in (train, test))
+    x_train, x_test = train.x.reshape(len(train), -1), test.x.reshape(len(test), -1)
+    y_train, y_test = train.y.ravel(), test.y.ravel()
     score = pipeline.make_pipeline(preprocessing.StandardScaler(), model).fit(x_train, y_train).score(x_test, y_test)
     return SeedRun(
         method=job.method,

@@ -48,7 +48,6 @@ def write_sklearn(name: str, folder: Path, seed: int) -> Source:
 
 
 def write_customers(folder: Path, seed: int) -> Source:
-    """Write numbers of unequal scales, three columns of words, an id and missing values."""
     rng, count = np.random.default_rng(7), 900
     age, income = rng.integers(18, 80, count).astype(float), rng.lognormal(10, 0.5, count).round(2)
     city, plan = rng.choice(["Kiel", "Lyon", "Oslo", "Turin"], count), rng.choice(["basic", "plus", "pro"], count)
@@ -63,7 +62,6 @@ def write_customers(folder: Path, seed: int) -> Source:
 
 
 def write_images(folder: Path, seed: int) -> Source:
-    """Write handwritten digits as PNG files of 20 to 48 pixels a side, in a folder for each class."""
     from PIL import Image
 
     with np.load(new_job.find_digits()) as digits:
@@ -80,7 +78,6 @@ def write_images(folder: Path, seed: int) -> Source:
 
 
 def write_series(folder: Path, seed: int) -> Source:
-    """Write noisy vibrations of two channels, slow, quick or with knocks, with random phases."""
     rng, count, times = np.random.default_rng(3), 900, np.arange(48)
     y = np.arange(count) % 3
     wave = np.sin(times * np.where(y == 1, 0.9, 0.4)[:, None] + rng.uniform(0, 2 * np.pi, (count, 1)))
@@ -101,7 +98,6 @@ DATA_SETS: Final[dict[str, Callable[[Path, int], Source]]] = {
 
 
 def make_simulate_job(name: str, seed: int, out: Path) -> JobSettings:
-    """Return the job that `simulate` writes for a data set, which is written into `out`/data."""
     if name not in DATA_SETS:
         raise JobError(f"data set {name!r} is unknown{toml.describe_choices(name, DATA_SETS)}")
     folder = (out / "data" / f"{name}-{seed}").absolute()

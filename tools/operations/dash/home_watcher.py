@@ -275,7 +275,6 @@ class HomeWatcher:
             return {"problem": str(error)}
 
     async def add_stored_results(self, row: StoredJob, summary: dict[str, Any]) -> dict[str, Any]:
-        """Return a run's values with the results of its evaluations outside of rounds."""
         stored = await self.run_in_reader_thread(partial(scores.read_scores, self.home, row))
         results = {"held_out": stored.held[-1].weighted} if stored.held else {}
         results |= {"test": stored.scores[-1].value} if stored.scores else {}
