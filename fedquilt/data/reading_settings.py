@@ -106,7 +106,7 @@ def spec_with_settings(settings: Mapping[str, Any], table: Mapping[str, Any]) ->
 
 
 def input_names(spec: DataSpec) -> tuple[str, ...]:
-    """Return the names of the numbers of an example in a table, "column=word" for each word, or () for other data."""
+    """Return the names of a table's inputs, "column=category" for categories, or () for other data."""
     if isinstance(spec.x, str) or spec.audio is not None or spec.text is not None:
         return ()
     from fedquilt.data.readers.table import feature_names
