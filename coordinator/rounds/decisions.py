@@ -56,6 +56,7 @@ def decide_event(
     busy_devices: AbstractSet[str] = frozenset(),
     max_devices: float = math.inf,
     unreachable_devices: AbstractSet[str] = frozenset(),
+    held_devices: AbstractSet[str] = frozenset(),
 ) -> AnyEvent | None:
     """Return the next event, or None to wait for input or until `next_decision_s`.
 
@@ -67,13 +68,14 @@ def decide_event(
         busy_devices: The devices in `online_devices` that are reserved for other jobs now.
         max_devices: The largest number of devices that may be selected now.
         unreachable_devices: The devices of the round that are offline or silent. The round does not wait for them.
+        held_devices: The devices in `online_devices` that are not selected now (`devices_to_hold`).
     """
     online_devices = DeviceSet.from_devices(online_devices)
     if state.phase == "selecting":
-        return _decide_selection_or_end(state, online_devices, workload_of, busy_devices, max_devices)
+        return _decide_selection_or_end(state, online_devices, workload_of, busy_devices, max_devices, held_devices)
     if state.phase == "open":
         return _decide_open_round(
-            state, now_s, online_devices, workload_of, busy_devices, max_devices, unreachable_devices
+            state, now_s, online_devices, workload_of, busy_devices, max_devices, unreachable_devices, held_devices
         )
     return None
 
@@ -175,13 +177,10 @@ def devices_to_hold(
     """
     if not state.is_buffered:
         return {}
-    durations = state.durations
-    end_times_s = {
-        device: state.selected_s.get(device, now_s) + durations[device][-1].seconds if device in durations else math.inf
-        for device in working_devices
-    }
+    end_times_s = {device: _expected_end_s(state, device, now_s) for device in working_devices}
     held_devices = dict.fromkeys(
-        buffering.unneeded_devices(free_devices, durations, end_times_s, state.remaining_updates, now_s), "unneeded"
+        buffering.unneeded_devices(free_devices, state.durations, end_times_s, state.remaining_updates, now_s),
+        "unneeded",
     )
     held_devices |= {
         device: "outdated"
@@ -191,7 +190,16 @@ def devices_to_hold(
     if state.constants.cohort.fair == "contributions":
         devices_ahead = buffering.devices_ahead(state.latest_selections, working_devices)
         held_devices |= {device: "ahead" for device in devices_ahead if device in free_devices}
-    return held_devices if working_devices or len(held_devices) < len(free_devices) else {}
+    other_devices = free_devices - (state.accepted_updates.keys() | state.decline_reasons.keys() | held_devices.keys())
+    return held_devices if working_devices or other_devices else {}
+
+
+def _expected_end_s(state: JobState, device: str, now_s: float) -> float:
+    """Return when a running task ends by the device's last duration, or infinity if unknown or already past."""
+    if device not in state.durations:
+        return math.inf
+    end_s = state.selected_s.get(device, now_s) + state.durations[device][-1].seconds
+    return end_s if end_s > now_s else math.inf
 
 
 def next_decision_s(state: JobState) -> float:
@@ -293,6 +301,7 @@ def _decide_selection_or_end(
     workload_of: Callable[[str], DeviceWorkload],
     busy_devices: AbstractSet[str],
     max_devices: float,
+    held_devices: AbstractSet[str],
 ) -> AnyEvent | None:
     constants = state.constants
     if not state.is_evaluation_round:
@@ -313,7 +322,7 @@ def _decide_selection_or_end(
         return None
     working_devices = state.pending_devices - busy_devices
     free_devices = online_devices - (
-        state.accepted_updates.keys() | state.decline_reasons.keys() | busy_devices | working_devices
+        state.accepted_updates.keys() | state.decline_reasons.keys() | busy_devices | working_devices | held_devices
     )
     count = _missing_device_count(state, updates_to_close(state, online_devices), online_devices, working_devices)
     cohort = _select_devices(state, free_devices, min(max(count, 0), max_devices))
@@ -375,6 +384,7 @@ def _decide_open_round(
     busy_devices: AbstractSet[str],
     max_devices: float,
     unreachable_devices: AbstractSet[str],
+    held_devices: AbstractSet[str],
 ) -> AnyEvent | None:
     """Return the event that ends or extends the round or selects more devices, or None to wait."""
     cohort_settings = state.constants.cohort
@@ -401,7 +411,7 @@ def _decide_open_round(
     is_waiting_for_devices = False
     if missing_count > 0:
         available_devices = online_devices - (
-            state.accepted_updates.keys() | state.decline_reasons.keys() | working_devices
+            state.accepted_updates.keys() | state.decline_reasons.keys() | working_devices | held_devices
         )
         new_devices = _select_devices(state, available_devices - busy_devices, min(missing_count, max_devices))
         is_waiting_for_devices = (

@@ -198,6 +198,30 @@ def test_a_predicted_deadline_is_that_of_a_task():
     )  # its own pace, and half of it to spare
 
 
+def test_held_devices_are_present_but_not_selected():
+    state = play(buffered_state(min_devices=4, **HELD), "+abcde", "a0", "b0", "c0", "d0", "!")
+    held = {"a", "b", "c", "d"}
+    assert decide_event(state, 1.0, set("abcde"), held_devices=held) == CohortSelected(1, 0, ())
+    state = play(state, "+")
+    assert decide_event(state, 1.0, set("abcde"), held_devices=held - {"d"}) == CohortSelected(1, 0, ("d",))
+
+
+def test_no_device_is_held_if_all_others_have_an_update_or_have_declined():
+    state = play(buffered_state(size=3, staleness={"max": 0}), "+abcd", "a0", "b0", "c0", "!")
+    state = play(apply_events(state, TasksCancelled(1, ("d",), "staleness")), "+abc", "a1", "b1")
+    free = DeviceSet.from_devices("abd")
+    assert decisions.devices_to_hold(state, free, {"c"}, 1.0) == {"d": "outdated"}
+    state = apply_events(state, TaskDeclined(1, "c", "memory", "too big"))
+    assert decisions.devices_to_hold(state, free | {"c"}, set(), 1.0) == {}
+
+
+def test_a_task_that_takes_longer_than_before_makes_no_device_unneeded():
+    state = apply_events(buffered_state(rounds=1, size=1), CohortSelected(0, 0, ("a",)), now_s=0.0)
+    state = replace(state, durations=dict.fromkeys("ab", (TaskDuration(0, 5.0, 1.0),)))
+    held = [decisions.devices_to_hold(state, DeviceSet.from_devices("b"), {"a"}, now_s) for now_s in (4.0, 5.0)]
+    assert held == [{"b": "unneeded"}, {}]
+
+
 # -- mode -----------------------------------------------------------------------------------------
 
 
