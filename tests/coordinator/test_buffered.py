@@ -342,6 +342,14 @@ def test_updates_that_arrive_between_two_rounds_wait_for_the_next():
 # -- views ----------------------------------------------------------------------------------------
 
 
+def test_a_commit_does_not_name_devices_that_work_on():
+    state = play(buffered_state(), "+abc", "a0", "b0")
+    summaries = [RunSummary(state), RunSummary(apply_events(state, RoundClosed(0)))]
+    assert event_messages.format_event(summaries[0], RoundClosed(0), summaries[1]) == [
+        "round 1: closed to further updates"
+    ]
+
+
 def test_views_show_how_often_each_device_contributes_and_how_old_its_updates_are():
     outcomes = round_outcomes.RoundOutcomes(buffered_state().constants)
     lines = []
