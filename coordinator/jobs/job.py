@@ -322,8 +322,7 @@ class RunningJob:
         work, check = "work" in self.job_state.task_actions, "check" in self.job_state.task_actions
         priors, task = self.job_state.constants.class_priors, self._prediction_task
         bounds = validation.ClaimBounds(workload, limit_s, max_weight, max_examples, right, check, *task, priors)
-        trained_rounds = self.job_state.history.get(device, NEVER).without(self.job_state.evaluation_rounds)
-        bounds = bounds._replace(is_new=not trained_rounds)
+        bounds = bounds._replace(is_new=self.job_state.is_new_contributor(device))
         read_update = self.build_update_reader(update, profile, bounds, large=large)
 
         def validate() -> UpdateValidated:
