@@ -260,6 +260,13 @@ def test_the_rates_are_those_of_a_count_by_hand():
     assert buffering.simulate_buffered_rate(late, [1.0, 1.0]) == pytest.approx(1.0, rel=0.01)
 
 
+def test_the_mode_of_a_fleet_of_ten_thousand_devices_is_chosen_while_the_coordinator_waits():
+    durations_s = [1.0] * 9_000 + [10.0] * 1_000
+    cohort = CohortSettings(mode="auto", size=1_000, concurrency=1_000, quorum=0.9)
+    assert buffering.best_synchronous_rate(cohort, durations_s) == (pytest.approx(900.0), 1.0)
+    assert 300.0 < buffering.simulate_buffered_rate(cohort, durations_s) < 1_000 / 1.9
+
+
 def test_the_mode_is_chosen_once():
     state = buffered_state(mode="auto", min_devices=2)
     speeds = {"a": 1e9, "b": 1e9, "c": 1e8}
