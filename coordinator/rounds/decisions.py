@@ -274,7 +274,7 @@ def updates_to_close(
 def quorum(state: JobState, wanted_updates: int) -> int:
     """Return how many updates suffice at the deadline. An evaluation needs a cohort, not all devices."""
     if state.is_evaluation_round:
-        wanted_updates = min(wanted_updates, state.constants.cohort.size or wanted_updates)
+        wanted_updates = min(wanted_updates, state.training_size or wanted_updates)
     return max(minimum_updates(state), math.ceil(wanted_updates * state.constants.cohort.quorum))
 
 
@@ -284,10 +284,10 @@ def minimum_updates(state: JobState) -> int:
     Without `min_devices`, the number is 1 if a cohort size is set. Otherwise the number is half of the last cohort, or
     the quorum if smaller, so that a restarted coordinator does not mistake the first online device for the whole fleet.
     """
-    cohort = state.constants.cohort
+    cohort, size = state.constants.cohort, state.training_size
     if cohort.min_devices:
-        return min(cohort.min_devices, cohort.size or cohort.min_devices)
-    return 1 if cohort.size else max(1, math.ceil(min(cohort.quorum, 0.5) * len(state.cohort)))
+        return min(cohort.min_devices, size or cohort.min_devices)
+    return 1 if size else max(1, math.ceil(min(cohort.quorum, 0.5) * len(state.cohort)))
 
 
 def minimum_devices_to_start(state: JobState) -> int:

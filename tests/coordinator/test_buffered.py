@@ -285,6 +285,12 @@ def test_the_mode_is_chosen_once():
     assert event_messages.format_single_event(choice) == [f"buffered rounds: {choice.reason}"]
 
 
+def test_synchronous_rounds_chosen_by_mode_auto_need_as_many_devices_as_others():
+    state = replace(buffered_state(mode="auto", concurrency=0), chosen_mode="synchronous", cohort=frozenset("abcdefgh"))
+    assert decisions.minimum_updates(state) == 4  # of all devices, not one of a buffer
+    assert decisions.minimum_updates(replace(state, chosen_mode="buffered")) == 1
+
+
 def test_a_job_ends_while_devices_are_at_work():
     state = play(buffered_state(rounds=1), "+abc", "a0", "b0", "!")
     assert decide_event(state, 1.0, set("abc")) == JobEnded("done", "")
