@@ -46,6 +46,7 @@ UNKNOWN_ELAPSED_SHARE = 0.01  # share of the deadline that a restart costs if th
 # deadline of a site's round, times `deadline_s`. The parent allows a ninth more (tools/operations/site.py).
 SITE_DEADLINE_FACTOR = 1.05
 ALL_DECLINED_WAIT_S = 10.0  # wait for other devices after all those present have declined
+MODE_WAIT_S = 30.0  # wait for as many devices as are at work in buffered mode, before mode = "auto" is decided
 
 
 def decide_event(
@@ -72,7 +73,9 @@ def decide_event(
     """
     online_devices = DeviceSet.from_devices(online_devices)
     if state.phase == "selecting":
-        return _decide_selection_or_end(state, online_devices, workload_of, busy_devices, max_devices, held_devices)
+        return _decide_selection_or_end(
+            state, now_s, online_devices, workload_of, busy_devices, max_devices, held_devices
+        )
     if state.phase == "open":
         return _decide_open_round(
             state, now_s, online_devices, workload_of, busy_devices, max_devices, unreachable_devices, held_devices
@@ -204,10 +207,16 @@ def _expected_end_s(state: JobState, device: str, now_s: float) -> float:
 
 def next_decision_s(state: JobState) -> float:
     """Return the time at which `decide_event` may change its result without input."""
+    if state.phase == "selecting" and is_mode_open(state):
+        return state.round_started_s + MODE_WAIT_S
     if state.phase != "open":
         return math.inf
     task_deadlines_s = map(state.task_deadline_s, state.pending_devices) if state.is_buffered else ()
     return min(_attempt_end_s(state), *task_deadlines_s, math.inf)
+
+
+def is_mode_open(state: JobState) -> bool:
+    return state.constants.cohort.mode == "auto" and state.chosen_mode is None
 
 
 def _attempt_end_s(state: JobState) -> float:
@@ -297,6 +306,7 @@ def minimum_devices_to_start(state: JobState) -> int:
 
 def _decide_selection_or_end(
     state: JobState,
+    now_s: float,
     online_devices: DeviceSet,
     workload_of: Callable[[str], DeviceWorkload],
     busy_devices: AbstractSet[str],
@@ -311,8 +321,10 @@ def _decide_selection_or_end(
             return JobEnded("done", describe_unmetered_tasks(constants.stop, state.usage) or "")
         if state.reached_limit is not None:
             return JobEnded("done", state.reached_limit)
-    if constants.cohort.mode == "auto" and state.chosen_mode is None and online_devices:
-        if len(online_devices) < minimum_devices_to_start(state):
+    if is_mode_open(state) and online_devices:
+        wanted_count = max(constants.cohort.size, constants.cohort.concurrency)
+        is_waiting = len(online_devices) < wanted_count and now_s < next_decision_s(state)
+        if is_waiting or len(online_devices) < minimum_devices_to_start(state):
             return None
         choice = buffering.choose_mode(constants.cohort, {device: workload_of(device) for device in online_devices})
         return ModeChosen(state.round, choice.mode, choice.reason)

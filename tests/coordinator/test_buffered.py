@@ -277,6 +277,9 @@ def test_the_mode_is_chosen_once():
     assert not state.is_buffered
     assert decide(state, "a") is None
     choice = decide(state, "abc")
+    assert decide(buffered_state(mode="auto"), "ab") is None  # up to 3 devices are at work
+    assert isinstance(decide_event(state, decisions.MODE_WAIT_S, {"a", "b"}), ModeChosen)
+    assert (next_decision_s(state), next_decision_s(buffered_state())) == (decisions.MODE_WAIT_S, math.inf)
     assert isinstance(choice, ModeChosen)
     assert choice.mode == "buffered"
     state = apply_events(state, choice)
