@@ -322,8 +322,7 @@ class RunningJob:
         work, check = "work" in self.job_state.task_actions, "check" in self.job_state.task_actions
         priors, task = self.job_state.constants.class_priors, self._prediction_task
         bounds = validation.ClaimBounds(workload, limit_s, max_weight, max_examples, right, check, *task, priors)
-        trained_rounds = self.job_state.history.get(device, NEVER).without(self.job_state.evaluation_rounds)
-        bounds = bounds._replace(is_new=not trained_rounds)
+        bounds = bounds._replace(is_new=self.job_state.is_new_contributor(device))
         read_update = self.build_update_reader(update, profile, bounds, large=large)
 
         def validate() -> UpdateValidated:
@@ -538,9 +537,10 @@ def decide_next_event(
     free = labels.devices_with(ELIGIBLE)
     if devices_to_skip := decisions.devices_to_skip(job.job_state, free, workload_of, registry.agent_start_key):
         labels, free = labels.with_values(devices_to_skip), free - devices_to_skip
-    if devices_to_hold := decisions.devices_to_hold(job.job_state, free - working_devices, working_devices, now_s):
-        labels, free = labels.with_values(devices_to_hold), free - devices_to_hold
     busy_devices = {device for device in busy if device in free}.difference(working_devices)
+    unleased = free - busy_devices
+    held = decisions.devices_to_hold(job.job_state, unleased - working_devices, working_devices, now_s)
+    labels = labels.with_values(held)
     state = decisions.delay_attempt(job.job_state, lost_s)
     decide = partial(
         decisions.decide_event,
@@ -550,11 +550,12 @@ def decide_next_event(
         workload_of,
         busy_devices,
         unreachable_devices=unreachable_devices,
+        held_devices=held.keys(),
     )
     event = decide(max_devices)
     if not isinstance(event, events.CohortSelected) and (event is not None or job.job_state.phase != "selecting"):
         return event
-    over_share = _devices_over_share(job, event, free - busy_devices, max_devices, decide)
+    over_share = _devices_over_share(job, event, unleased - held, max_devices, decide)
     # a waiting job does not log every change of other jobs' leases
     if busy_devices and not isinstance(event, events.CohortSelected):
         busy_devices = {device for device in busy_devices if job.job_state.eligibility.get(device) == BUSY}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -113,14 +114,14 @@ def best_synchronous_rate(cohort: CohortSettings, durations_s: list[float]) -> t
     count = len(durations_s)
     size = min(cohort.concurrency or count, count)
     # probability that the slowest device of a random cohort is the one with this index
-    probabilities = [math.comb(index, size - 1) / math.comb(count, size) for index in range(count)]
-    rates = []
-    for index, deadline_s in enumerate(durations_s):
-        share = (index + 1) / count
-        mean_duration_s = sum(
-            probability * min(duration_s, deadline_s)
-            for probability, duration_s in zip(probabilities, durations_s, strict=True)
-        )
+    probabilities = [0.0] * count
+    probabilities[-1] = size / count
+    for index in range(count - 1, 0, -1):
+        probabilities[index - 1] = probabilities[index] * max(index - size + 1, 0) / index
+    rates, punctual_s, late_probability = [], 0.0, 1.0
+    for index, (deadline_s, probability) in enumerate(zip(durations_s, probabilities, strict=True)):
+        punctual_s, late_probability = punctual_s + probability * deadline_s, late_probability - probability
+        share, mean_duration_s = (index + 1) / count, punctual_s + max(late_probability, 0.0) * deadline_s
         if share >= cohort.quorum:
             rates.append((share * size / mean_duration_s, deadline_s))
     return max(rates)
@@ -136,21 +137,22 @@ def simulate_buffered_rate(cohort: CohortSettings, durations_s: list[float]) -> 
     size = min(cohort.size, len(durations_s))
     concurrency = min(cohort.concurrency or len(durations_s), len(durations_s))
     # the first devices in an order that mixes fast and slow ones
-    waiting = sorted(range(len(durations_s)), key=lambda index: index * 0.618033988749895 % 1)
+    waiting = deque(sorted(range(len(durations_s)), key=lambda index: index * 0.618033988749895 % 1))
     running: list[tuple[float, int, int]] = []  # end of the task, device, and commits before its start
-    buffer: set[int] = set()
+    buffer: list[int] = []  # devices, which are selected again after the commit
     now_s = total_weight = 0.0
     commits = 0
     while commits < SIMULATED_COMMITS:
-        while len(running) < concurrency and (free := [index for index in waiting if index not in buffer]):
-            waiting.remove(free[0])
-            heapq.heappush(running, (now_s + durations_s[free[0]], free[0], commits))
+        while waiting and len(running) < concurrency:
+            device = waiting.popleft()
+            heapq.heappush(running, (now_s + durations_s[device], device, commits))
         now_s, device, round = heapq.heappop(running)
-        waiting.append(device)
         if commits - round > cohort.staleness.max:
+            waiting.append(device)
             continue
         total_weight += cohort.staleness.weight(commits - round)
-        buffer.add(device)
+        buffer.append(device)
         if len(buffer) == size:
-            buffer, commits = set(), commits + 1
+            waiting.extend(buffer)
+            buffer, commits = [], commits + 1
     return total_weight / now_s

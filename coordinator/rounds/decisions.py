@@ -46,6 +46,7 @@ UNKNOWN_ELAPSED_SHARE = 0.01  # share of the deadline that a restart costs if th
 # deadline of a site's round, times `deadline_s`. The parent allows a ninth more (tools/operations/site.py).
 SITE_DEADLINE_FACTOR = 1.05
 ALL_DECLINED_WAIT_S = 10.0  # wait for other devices after all those present have declined
+MODE_WAIT_S = 30.0  # wait for as many devices as are at work in buffered mode, before mode = "auto" is decided
 
 
 def decide_event(
@@ -56,6 +57,7 @@ def decide_event(
     busy_devices: AbstractSet[str] = frozenset(),
     max_devices: float = math.inf,
     unreachable_devices: AbstractSet[str] = frozenset(),
+    held_devices: AbstractSet[str] = frozenset(),
 ) -> AnyEvent | None:
     """Return the next event, or None to wait for input or until `next_decision_s`.
 
@@ -67,13 +69,16 @@ def decide_event(
         busy_devices: The devices in `online_devices` that are reserved for other jobs now.
         max_devices: The largest number of devices that may be selected now.
         unreachable_devices: The devices of the round that are offline or silent. The round does not wait for them.
+        held_devices: The devices in `online_devices` that are not selected now (`devices_to_hold`).
     """
     online_devices = DeviceSet.from_devices(online_devices)
     if state.phase == "selecting":
-        return _decide_selection_or_end(state, online_devices, workload_of, busy_devices, max_devices)
+        return _decide_selection_or_end(
+            state, now_s, online_devices, workload_of, busy_devices, max_devices, held_devices
+        )
     if state.phase == "open":
         return _decide_open_round(
-            state, now_s, online_devices, workload_of, busy_devices, max_devices, unreachable_devices
+            state, now_s, online_devices, workload_of, busy_devices, max_devices, unreachable_devices, held_devices
         )
     return None
 
@@ -175,13 +180,10 @@ def devices_to_hold(
     """
     if not state.is_buffered:
         return {}
-    durations = state.durations
-    end_times_s = {
-        device: state.selected_s.get(device, now_s) + durations[device][-1].seconds if device in durations else math.inf
-        for device in working_devices
-    }
+    end_times_s = {device: _expected_end_s(state, device, now_s) for device in working_devices}
     held_devices = dict.fromkeys(
-        buffering.unneeded_devices(free_devices, durations, end_times_s, state.remaining_updates, now_s), "unneeded"
+        buffering.unneeded_devices(free_devices, state.durations, end_times_s, state.remaining_updates, now_s),
+        "unneeded",
     )
     held_devices |= {
         device: "outdated"
@@ -191,15 +193,30 @@ def devices_to_hold(
     if state.constants.cohort.fair == "contributions":
         devices_ahead = buffering.devices_ahead(state.latest_selections, working_devices)
         held_devices |= {device: "ahead" for device in devices_ahead if device in free_devices}
-    return held_devices if working_devices or len(held_devices) < len(free_devices) else {}
+    other_devices = free_devices - (state.accepted_updates.keys() | state.decline_reasons.keys() | held_devices.keys())
+    return held_devices if working_devices or other_devices else {}
+
+
+def _expected_end_s(state: JobState, device: str, now_s: float) -> float:
+    """Return when a running task ends by the device's last duration, or infinity if unknown or already past."""
+    if device not in state.durations:
+        return math.inf
+    end_s = state.selected_s.get(device, now_s) + state.durations[device][-1].seconds
+    return end_s if end_s > now_s else math.inf
 
 
 def next_decision_s(state: JobState) -> float:
     """Return the time at which `decide_event` may change its result without input."""
+    if state.phase == "selecting" and is_mode_open(state):
+        return state.round_started_s + MODE_WAIT_S
     if state.phase != "open":
         return math.inf
     task_deadlines_s = map(state.task_deadline_s, state.pending_devices) if state.is_buffered else ()
     return min(_attempt_end_s(state), *task_deadlines_s, math.inf)
+
+
+def is_mode_open(state: JobState) -> bool:
+    return state.constants.cohort.mode == "auto" and state.chosen_mode is None
 
 
 def _attempt_end_s(state: JobState) -> float:
@@ -266,7 +283,7 @@ def updates_to_close(
 def quorum(state: JobState, wanted_updates: int) -> int:
     """Return how many updates suffice at the deadline. An evaluation needs a cohort, not all devices."""
     if state.is_evaluation_round:
-        wanted_updates = min(wanted_updates, state.constants.cohort.size or wanted_updates)
+        wanted_updates = min(wanted_updates, state.training_size or wanted_updates)
     return max(minimum_updates(state), math.ceil(wanted_updates * state.constants.cohort.quorum))
 
 
@@ -276,10 +293,10 @@ def minimum_updates(state: JobState) -> int:
     Without `min_devices`, the number is 1 if a cohort size is set. Otherwise the number is half of the last cohort, or
     the quorum if smaller, so that a restarted coordinator does not mistake the first online device for the whole fleet.
     """
-    cohort = state.constants.cohort
+    cohort, size = state.constants.cohort, state.training_size
     if cohort.min_devices:
-        return min(cohort.min_devices, cohort.size or cohort.min_devices)
-    return 1 if cohort.size else max(1, math.ceil(min(cohort.quorum, 0.5) * len(state.cohort)))
+        return min(cohort.min_devices, size or cohort.min_devices)
+    return 1 if size else max(1, math.ceil(min(cohort.quorum, 0.5) * len(state.cohort)))
 
 
 def minimum_devices_to_start(state: JobState) -> int:
@@ -289,10 +306,12 @@ def minimum_devices_to_start(state: JobState) -> int:
 
 def _decide_selection_or_end(
     state: JobState,
+    now_s: float,
     online_devices: DeviceSet,
     workload_of: Callable[[str], DeviceWorkload],
     busy_devices: AbstractSet[str],
     max_devices: float,
+    held_devices: AbstractSet[str],
 ) -> AnyEvent | None:
     constants = state.constants
     if not state.is_evaluation_round:
@@ -302,8 +321,10 @@ def _decide_selection_or_end(
             return JobEnded("done", describe_unmetered_tasks(constants.stop, state.usage) or "")
         if state.reached_limit is not None:
             return JobEnded("done", state.reached_limit)
-    if constants.cohort.mode == "auto" and state.chosen_mode is None and online_devices:
-        if len(online_devices) < minimum_devices_to_start(state):
+    if is_mode_open(state) and online_devices:
+        wanted_count = max(constants.cohort.size, constants.cohort.concurrency)
+        is_waiting = len(online_devices) < wanted_count and now_s < next_decision_s(state)
+        if is_waiting or len(online_devices) < minimum_devices_to_start(state):
             return None
         choice = buffering.choose_mode(constants.cohort, {device: workload_of(device) for device in online_devices})
         return ModeChosen(state.round, choice.mode, choice.reason)
@@ -313,7 +334,7 @@ def _decide_selection_or_end(
         return None
     working_devices = state.pending_devices - busy_devices
     free_devices = online_devices - (
-        state.accepted_updates.keys() | state.decline_reasons.keys() | busy_devices | working_devices
+        state.accepted_updates.keys() | state.decline_reasons.keys() | busy_devices | working_devices | held_devices
     )
     count = _missing_device_count(state, updates_to_close(state, online_devices), online_devices, working_devices)
     cohort = _select_devices(state, free_devices, min(max(count, 0), max_devices))
@@ -375,6 +396,7 @@ def _decide_open_round(
     busy_devices: AbstractSet[str],
     max_devices: float,
     unreachable_devices: AbstractSet[str],
+    held_devices: AbstractSet[str],
 ) -> AnyEvent | None:
     """Return the event that ends or extends the round or selects more devices, or None to wait."""
     cohort_settings = state.constants.cohort
@@ -401,7 +423,7 @@ def _decide_open_round(
     is_waiting_for_devices = False
     if missing_count > 0:
         available_devices = online_devices - (
-            state.accepted_updates.keys() | state.decline_reasons.keys() | working_devices
+            state.accepted_updates.keys() | state.decline_reasons.keys() | working_devices | held_devices
         )
         new_devices = _select_devices(state, available_devices - busy_devices, min(missing_count, max_devices))
         is_waiting_for_devices = (

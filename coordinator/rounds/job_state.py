@@ -136,11 +136,15 @@ class JobState(msgspec.Struct, frozen=True):
         return CohortDraw(constants.seed, self.round, self.costs, self.last_selected_rounds, constants.cohort.turns)
 
     @property
+    def training_size(self) -> int:
+        """Number of wanted updates in rounds that train, or 0 for all devices."""
+        cohort = self.constants.cohort
+        return cohort.concurrency if self.chosen_mode == "synchronous" else cohort.size
+
+    @property
     def cohort_size(self) -> int:
         """Number of wanted updates, or 0 for all devices, as in every evaluation round."""
-        cohort = self.constants.cohort
-        size = cohort.concurrency if self.chosen_mode == "synchronous" else cohort.size
-        return 0 if self.is_evaluation_round else size
+        return 0 if self.is_evaluation_round else self.training_size
 
     @property
     def is_buffered(self) -> bool:

@@ -105,7 +105,8 @@ def format_event(previous_summary: RunSummary, event: events.AnyEvent, new_summa
         name = FINAL_EVALUATION if is_final else f"round {event.round + 1}"
         return [f"{name}: {_describe_retry(event, previous_summary.state)}"]
     lines = format_single_event(event, is_final)
-    if isinstance(event, events.RoundClosed) and (missing := sorted(previous_summary.state.pending_devices)):
+    missing = sorted(previous_summary.state.pending_devices - new_summary.state.pending_devices)
+    if isinstance(event, events.RoundClosed) and missing:
         lines = [f"{lines[0]}; no update from {wait_reasons.format_names(missing)}"]
     return lines
 

@@ -23,7 +23,7 @@ def export(run: str, out: Path, best: bool, candidate: int | None, home: Path) -
 
     with home_access.open_existing_home(home) as store, progress.show_progress(f"exporting {run}"):
         lines = [tool.export_result(store, run, out, best=best, candidate=candidate)]
-        lines += graph_interface.describe_interface(out) if out.suffix == ".onnx" else []
+        lines += graph_interface.describe_interface(out) if out.suffix == ".onnx" and out.is_file() else []
         progress.LINE.print_to_stdout(*(part for line in lines for part in table.fold_line(line)))
 
 

@@ -160,12 +160,13 @@ class ExclusiveLink(LinkWrapper):
         return self._is_published
 
     def _yield_or_answer(self, other: wire.ProcessState, message: Message) -> None:
+        place = "".join(character if character.isprintable() else "?" for character in other.place)
         if _rank(other) < _rank(self._state):
             self._is_displaced = True
-            raise JobError(f"the {self._subject} runs already, at {other.place}: stop it, or {self._fix}")
+            raise JobError(f"the {self._subject} runs already, at {place}: stop it, or {self._fix}")
         if other.process not in self._reported:
             self._reported.add(other.process)
-            log.warning("another %s, at %s, must end: stop it, or %s", self._subject, other.place, self._fix)
+            log.warning("another %s, at %s, must end: stop it, or %s", self._subject, place, self._fix)
         if not message.retained:
             self._publish_state(is_established=self._state.is_established)
 

@@ -198,6 +198,30 @@ def test_a_predicted_deadline_is_that_of_a_task():
     )  # its own pace, and half of it to spare
 
 
+def test_held_devices_are_present_but_not_selected():
+    state = play(buffered_state(min_devices=4, **HELD), "+abcde", "a0", "b0", "c0", "d0", "!")
+    held = {"a", "b", "c", "d"}
+    assert decide_event(state, 1.0, set("abcde"), held_devices=held) == CohortSelected(1, 0, ())
+    state = play(state, "+")
+    assert decide_event(state, 1.0, set("abcde"), held_devices=held - {"d"}) == CohortSelected(1, 0, ("d",))
+
+
+def test_no_device_is_held_if_all_others_have_an_update_or_have_declined():
+    state = play(buffered_state(size=3, staleness={"max": 0}), "+abcd", "a0", "b0", "c0", "!")
+    state = play(apply_events(state, TasksCancelled(1, ("d",), "staleness")), "+abc", "a1", "b1")
+    free = DeviceSet.from_devices("abd")
+    assert decisions.devices_to_hold(state, free, {"c"}, 1.0) == {"d": "outdated"}
+    state = apply_events(state, TaskDeclined(1, "c", "memory", "too big"))
+    assert decisions.devices_to_hold(state, free | {"c"}, set(), 1.0) == {}
+
+
+def test_a_task_that_takes_longer_than_before_makes_no_device_unneeded():
+    state = apply_events(buffered_state(rounds=1, size=1), CohortSelected(0, 0, ("a",)), now_s=0.0)
+    state = replace(state, durations=dict.fromkeys("ab", (TaskDuration(0, 5.0, 1.0),)))
+    held = [decisions.devices_to_hold(state, DeviceSet.from_devices("b"), {"a"}, now_s) for now_s in (4.0, 5.0)]
+    assert held == [{"b": "unneeded"}, {}]
+
+
 # -- mode -----------------------------------------------------------------------------------------
 
 
@@ -236,6 +260,13 @@ def test_the_rates_are_those_of_a_count_by_hand():
     assert buffering.simulate_buffered_rate(late, [1.0, 1.0]) == pytest.approx(1.0, rel=0.01)
 
 
+def test_the_mode_of_a_fleet_of_ten_thousand_devices_is_chosen_while_the_coordinator_waits():
+    durations_s = [1.0] * 9_000 + [10.0] * 1_000
+    cohort = CohortSettings(mode="auto", size=1_000, concurrency=1_000, quorum=0.9)
+    assert buffering.best_synchronous_rate(cohort, durations_s) == (pytest.approx(900.0), 1.0)
+    assert 300.0 < buffering.simulate_buffered_rate(cohort, durations_s) < 1_000 / 1.9
+
+
 def test_the_mode_is_chosen_once():
     state = buffered_state(mode="auto", min_devices=2)
     speeds = {"a": 1e9, "b": 1e9, "c": 1e8}
@@ -246,12 +277,21 @@ def test_the_mode_is_chosen_once():
     assert not state.is_buffered
     assert decide(state, "a") is None
     choice = decide(state, "abc")
+    assert decide(buffered_state(mode="auto"), "ab") is None  # up to 3 devices are at work
+    assert isinstance(decide_event(state, decisions.MODE_WAIT_S, {"a", "b"}), ModeChosen)
+    assert (next_decision_s(state), next_decision_s(buffered_state())) == (decisions.MODE_WAIT_S, math.inf)
     assert isinstance(choice, ModeChosen)
     assert choice.mode == "buffered"
     state = apply_events(state, choice)
     assert state.is_buffered
     assert isinstance(decide(state, "abc"), CohortSelected)
     assert event_messages.format_single_event(choice) == [f"buffered rounds: {choice.reason}"]
+
+
+def test_synchronous_rounds_chosen_by_mode_auto_need_as_many_devices_as_others():
+    state = replace(buffered_state(mode="auto", concurrency=0), chosen_mode="synchronous", cohort=frozenset("abcdefgh"))
+    assert decisions.minimum_updates(state) == 4  # of all devices, not one of a buffer
+    assert decisions.minimum_updates(replace(state, chosen_mode="buffered")) == 1
 
 
 def test_a_job_ends_while_devices_are_at_work():
@@ -316,6 +356,14 @@ def test_updates_that_arrive_between_two_rounds_wait_for_the_next():
 
 
 # -- views ----------------------------------------------------------------------------------------
+
+
+def test_a_commit_does_not_name_devices_that_work_on():
+    state = play(buffered_state(), "+abc", "a0", "b0")
+    summaries = [RunSummary(state), RunSummary(apply_events(state, RoundClosed(0)))]
+    assert event_messages.format_event(summaries[0], RoundClosed(0), summaries[1]) == [
+        "round 1: closed to further updates"
+    ]
 
 
 def test_views_show_how_often_each_device_contributes_and_how_old_its_updates_are():

@@ -20,13 +20,7 @@ def python(code: str) -> tuple[str, ...]:
 def test_there_is_a_stage_for_each_bench_and_python() -> None:
     found = {stage.name: stage for stage in nightly.stages()}
     assert {name for name in found if name.startswith("bench-")} == {
-        "bench-idle",
-        "bench-blobs",
-        "bench-energy",
-        "bench-stitch",
-        "bench-memory",
-        "bench-coordinator",
-        "bench-sim",
+        f"bench-{name}" for name in ("blobs", "coordinator", "energy", "idle", "memory", "sim", "stitch")
     }
     assert {"faults", "matrix", "rehearsal", "containers"} <= found.keys()
     assert {"python-3.10", "python-3.12", "python-3.13"} <= found.keys()

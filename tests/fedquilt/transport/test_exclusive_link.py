@@ -229,6 +229,15 @@ def test_the_running_process_reports_the_place_of_the_other_once(machine, ids, c
     assert caplog.text.count(f"another coordinator, at {socket.gethostname()}:/b, must end: stop it") == 1
 
 
+def test_a_place_cannot_control_a_terminal(machine, caplog):
+    first = machine.start("/a")
+    state = wire.ProcessState(f"{9:032x}", 1, False, "/b\n\x1b[2J")
+    machine.broker.connect().publish(TOPIC, wire.encode(state))
+    machine.play(1)
+    assert first.connected
+    assert "another coordinator, at /b??[2J, must end" in caplog.text
+
+
 def test_a_topic_that_the_broker_does_not_permit_is_reported(machine, caplog):
     client, link = machine.create("/a")
     client._filters.clear()

@@ -143,16 +143,17 @@ def make_pretrained_bundle(
     if pretrain is not None:
         _use_one_thread()
         table = pretrain_networks(table, pretrain, folder)
-    prepare.prepare_and_check(settings.parse_job(table), folder / "bundle")
+    bundle = folder / ("prepared" if flops else "bundle")
+    prepare.prepare_and_check(settings.parse_job(table), bundle)
     if flops:
-        _replace_flops(folder / "bundle", flops)
+        _copy_with_flops(bundle, folder / "bundle", flops)
 
 
-def _replace_flops(folder: Path, flops: float) -> None:
+def _copy_with_flops(folder: Path, out: Path, flops: float) -> None:
     bundle = job_bundle.load_bundle(folder)
     meta = {key: value for key, value in bundle.meta.items() if key != "layers"} | {"flops": flops}
     files = {name: (folder / "blobs" / ref.sha256).read_bytes() for name, ref in bundle.files.items()}
-    job_bundle.write_bundle(folder, meta, files)
+    job_bundle.write_bundle(out, meta, files)
 
 
 def pretrain_networks(job: dict[str, Any], pretrain: PretrainSettings, folder: Path) -> dict[str, Any]:

@@ -460,3 +460,17 @@ def test_times_may_be_those_of_a_larger_network(tmp_path: Path) -> None:
     assert "layers" not in job_bundle.load_bundle(folder).meta
     assert job_bundle.load_bundle(other).meta["flops"] < 1e4
     assert job_bundle.load_bundle(folder).load("model").keys() == job_bundle.load_bundle(other).load("model").keys()
+
+
+def test_an_interrupted_bundle_with_other_times_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = made(tmp_path, RELATIVE).fill_marks(None)
+    job = table.make_job(table.columns["iid"], table.rows["whole"], 4, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(job_bundle, "load_bundle", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cells.make_pretrained_bundle(job, None, tmp_path / "start", 3e9)
+    assert not (tmp_path / "start" / "bundle" / "bundle.json").exists()
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
