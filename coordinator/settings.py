@@ -96,7 +96,7 @@ class AdversarySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class FailureSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Simulated devices that go offline for good: [fleet] failures."""
+    """Simulated devices that go offline permanently ([fleet] failures)."""
 
     share: Annotated[float, Meta(gt=0, lt=1)]  # share of the fleet, rounded up, drawn with the job's seed
     within_s: Annotated[float, Meta(gt=0)]  # virtual seconds in which they fail, each at a random time
@@ -407,7 +407,7 @@ def parse_params(job: JobSettings) -> Any:
 def select_shared_params(
     method: str, shared: Mapping[str, Any], own: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the shared parameters that a method has and accepts beside its own, as many as possible."""
+    """Return the largest part of the shared parameters that a method has and accepts together with its own."""
     params_type, own = methods.load(method).params, own or {}
     known_names = {field.name for field in dataclasses.fields(params_type)}
     candidates = {key: value for key, value in shared.items() if key in known_names - own.keys()}
@@ -500,7 +500,6 @@ class CoordinatorLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 def load_limits(home: Path) -> CoordinatorLimits:
-    """Return the limits of a home's limits.toml, or the defaults without the file."""
     path = home / LIMITS_FILE
     if not path.exists():
         return CoordinatorLimits()

@@ -169,7 +169,7 @@ def devices_to_skip(
 def devices_to_hold(
     state: JobState, free_devices: DeviceSet, working_devices: Collection[str], now_s: float
 ) -> dict[str, str]:
-    """Return the devices that buffered mode does not select now, with the code of the reason for each.
+    """Return the devices that buffered mode does not select now, each with the code of the reason.
 
     No device is held if otherwise no device would work.
     """

@@ -79,7 +79,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def public_work(network: NetworkState, examples: int, has_scores: bool) -> core.WorkEstimate:
-    """Return the cost of the scores of public examples, and of the training on them if there is a consensus."""
+    """Return the cost of scoring the public examples, and with `has_scores` of training on them."""
     work = local_training.evaluation_work(network).total_for_examples(examples)
     if not has_scores:
         return work

@@ -95,7 +95,7 @@ class ExclusiveLink(LinkWrapper):
         link.subscribe([topic])
 
     def require_exclusive_use(self) -> None:
-        """Wait for the broker, and for the answer of a process that may still run.
+        """Connect to the broker, and wait until an earlier process of this name has ended or answered.
 
         Raises:
             JobError: If another process of this name is running.
@@ -111,7 +111,7 @@ class ExclusiveLink(LinkWrapper):
         self._publish_state(is_established=True)
 
     def receive(self) -> list[Message]:
-        """Return the messages of other topics.
+        """Return the messages of other topics than the process states.
 
         Raises:
             JobError: If another process of this name is running, and ranks before this one.

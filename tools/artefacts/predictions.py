@@ -61,7 +61,7 @@ class PredictedExamples:
         return rows
 
     def evaluate(self) -> dict[str, EvaluationSums]:
-        """Return the evaluation of the labelled examples by target of a regression, otherwise under ""."""
+        """Return the evaluation of the labelled examples, for a regression by target, otherwise under ""."""
         rows = [index for index, target in enumerate(self.targets) if target is not None]
         if not rows:
             return {}
@@ -77,7 +77,6 @@ class PredictedExamples:
 
 
 def predict_examples(model: Path, source: Path) -> PredictedExamples:
-    """Return the predictions for the examples in a file or folder, which are read as in training."""
     network = Predictor(model)
     names: list[str] = []
     targets: list[np.ndarray | None] = []

@@ -206,7 +206,6 @@ def judge_coordinator(result: PermissionResult, broker: Broker) -> str | Problem
 
 
 def _remaining_s(deadline_s: float, limit_s: float) -> float:
-    """Return the seconds left for a check, between 0.05 and `limit_s`."""
     return max(min(limit_s, deadline_s - time.monotonic()), 0.05)
 
 

@@ -107,7 +107,7 @@ def run_table(
 
 
 def choose_names(kind: str, words: Sequence[str] | None, names: Iterable[str], missing: Mapping[str, str]) -> list[str]:
-    """Return the names that are chosen by `words`, in their order, or all without `words` except the missing.
+    """Return the chosen names in the order of `words`, or without `words` all names that are not missing.
 
     Raise JobError if a word is unknown, and DataError if a chosen name or every name is missing.
     """
@@ -199,7 +199,7 @@ def make_result(
 def find_target(
     cell: GridCell, grid: Grid, cells: Sequence[GridCell], runs: Mapping[ComparisonCase, SeedRun]
 ) -> float | None:
-    """Return the target of a cell: of its column, or with `target_row` a share of that row's last value."""
+    """Return the target of a cell's column, or with `target_row` that share of the row's final accuracy."""
     if not grid.target_row or cell.target is None:
         return cell.target
     seed = cell.case.settings.seed
@@ -211,7 +211,7 @@ def find_target(
 
 
 def pick_best_runs(row: GridRow, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the entry of a row with `best_of`: for each seed, the run of these rows with the least `best_by`."""
+    """Return the entry of a row with `best_of`. For each seed the entry has the run with the least `best_by`."""
     candidates = [rows[name] for name in row.best_of]
 
     def find_best(index: int) -> Mapping[str, Any]:
@@ -257,7 +257,7 @@ def judge_claims(grid: Grid, columns: Mapping[str, Mapping[str, Any]]) -> dict[s
 
 
 def misses_target(claim: ClaimSpec, row: Mapping[str, Any]) -> bool:
-    """Return whether a row has no seconds or joules to the target with some seed, so that its mean is too small."""
+    """Return whether some seed never reached the target, so that the mean of seconds or joules is too small."""
     return claim.value in ("seconds_to", "energy_j_to") and None in row["values"][claim.value]
 
 

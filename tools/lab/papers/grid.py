@@ -287,7 +287,7 @@ def _get_rounds(job: Mapping[str, Any]) -> int:
 
 
 def match_names(kind: str, words: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return the names that the words form. Names may contain commas, at which a command line is divided into words.
+    """Return the names that the words of a command line form. A name with commas is several words.
 
     Raise JobError if a word belongs to no name.
     """
