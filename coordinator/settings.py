@@ -405,17 +405,17 @@ def parse_params(job: JobSettings) -> Any:
 
 
 def select_shared_params(
-    method: str, shared: Mapping[str, Any], own: Mapping[str, Any] | None = None
+    method: str, shared: Mapping[str, Any], own_params: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the largest part of the shared parameters that a method has and accepts together with its own."""
-    params_type, own = methods.load(method).params, own or {}
+    params_type, own_params = methods.load(method).params, own_params or {}
     known_names = {field.name for field in dataclasses.fields(params_type)}
-    candidates = {key: value for key, value in shared.items() if key in known_names - own.keys()}
+    candidates = {key: value for key, value in shared.items() if key in known_names - own_params.keys()}
     for count in range(len(candidates), 0, -1):
         for names in itertools.combinations(candidates, count):
             selected = {name: candidates[name] for name in names}
             with contextlib.suppress(JobError):
-                toml.convert_table({**selected, **own}, params_type, "[params]")
+                toml.convert_table({**selected, **own_params}, params_type, "[params]")
                 return selected
     return {}
 

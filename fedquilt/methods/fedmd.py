@@ -104,8 +104,8 @@ def digest(task: core.Task, site: core.ClientContext, start: core.Tensors, publi
     fit = local_training.fit_from_task(task)
     fit = replace(fit, epochs=task.params["digest_epochs"], loss="mse", augment=())
     table = {**task.params["network"], "task": "regression"}
-    digested, _ = site.engine.train(table, start, public, fit, site.rng, progress=lambda share: site.progress(0.0))
-    return digested
+    network, _ = site.engine.train(table, start, public, fit, site.rng, progress=lambda share: site.progress(0.0))
+    return network
 
 
 def validate_update(state: State, update: core.DeviceUpdate) -> None:

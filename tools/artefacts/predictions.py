@@ -147,26 +147,26 @@ def _target_from_folder(path: Path, network: Predictor) -> np.ndarray | None:
 
 
 def print_predictions(model: Path, source: Path, format: str, out: Path | None = None) -> int:
-    predicted = predict_examples(model, source)
+    predictions = predict_examples(model, source)
     if out is not None:
-        _write_predictions(predicted, out)
+        _write_predictions(predictions, out)
     if format == "json":
-        print(json.dumps(_to_document(predicted), indent=1))
+        print(json.dumps(_to_document(predictions), indent=1))
         return 0
-    lines = [f"{out}: {len(predicted.names)} predictions"] if out is not None else _format_table(predicted)
-    print("\n".join([*lines, *_format_metrics(predicted)]))
+    lines = [f"{out}: {len(predictions.names)} predictions"] if out is not None else _format_table(predictions)
+    print("\n".join([*lines, *_format_metrics(predictions)]))
     return 0
 
 
-def _write_predictions(predicted: PredictedExamples, out: Path) -> None:
-    rows = predicted.to_rows()
+def _write_predictions(predictions: PredictedExamples, out: Path) -> None:
+    rows = predictions.to_rows()
     flat_rows = [_flatten_row(row) for row in rows]
     table_file.write_table(out, tuple(flat_rows[0]), flat_rows if out.suffix == ".csv" else rows)
 
 
-def _to_document(predicted: PredictedExamples) -> dict[str, Any]:
-    values = {name: evaluation.compute_metrics(sums) for name, sums in predicted.evaluate().items()}
-    return {"examples": predicted.to_rows(), "metrics": values.get("", values)}
+def _to_document(predictions: PredictedExamples) -> dict[str, Any]:
+    values = {name: evaluation.compute_metrics(sums) for name, sums in predictions.evaluate().items()}
+    return {"examples": predictions.to_rows(), "metrics": values.get("", values)}
 
 
 def _flatten_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -181,11 +181,11 @@ def _flatten_row(row: dict[str, Any]) -> dict[str, Any]:
     return cells
 
 
-def _format_table(predicted: PredictedExamples) -> list[str]:
-    has_many_scores = predicted.network.output.task == "labels"
+def _format_table(predictions: PredictedExamples) -> list[str]:
+    has_many_scores = predictions.network.output.task == "labels"
     rows = [
         _flatten_row({name: value for name, value in row.items() if name != "score" or not has_many_scores})
-        for row in predicted.to_rows()
+        for row in predictions.to_rows()
     ]
     align = "".join("<" if name in ("example", "prediction", "label") else ">" for name in rows[0])
     cells = [[_format_cell(value) for value in row.values()] for row in rows]
@@ -202,8 +202,8 @@ def _format_cell(value: Any) -> str:
     return str(value)
 
 
-def _format_metrics(predicted: PredictedExamples) -> list[str]:
+def _format_metrics(predictions: PredictedExamples) -> list[str]:
     lines = []
-    for name, sums in predicted.evaluate().items():
+    for name, sums in predictions.evaluate().items():
         lines += table.fold_line(f"{f'{name}: ' if name else ''}{metrics.describe_evaluation(sums, DETAILED_METRICS)}")
     return lines

@@ -107,7 +107,9 @@ class OutputSpec:
 
     def _encode_numbers(self, value: Any) -> np.ndarray:
         numbers = value if isinstance(value, dict) else {self.names[0]: value}
-        are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers.values())
+        are_numbers = all(
+            isinstance(number, int | float) and not isinstance(number, bool) for number in numbers.values()
+        )
         if numbers.keys() != set(self.names) or not are_numbers or not all(map(math.isfinite, numbers.values())):
             raise DataError(f"{str(value)[:100]!r} is not a number for each of {_join_names(self.names)}: send numbers")
         return np.array([numbers[name] for name in self.names], np.float32)

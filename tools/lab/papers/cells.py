@@ -72,11 +72,11 @@ def make_cells(
     for seed in seeds:
         for column in columns:
             points = grid.columns[column]
-            written = write_data_sets(points, seed, out)
+            data_set_job = write_data_sets(points, seed, out)
             for name, row in grid.rows.items():
                 if row.best_of:
                     continue
-                job = grid.make_job(points, row, seed, rounds, written)
+                job = grid.make_job(points, row, seed, rounds, data_set_job)
                 with toml.prefix_errors(f"{source}, row {name!r}"):
                     settings.parse_job(job)
                 pretrain = [grid.pretrain, *(point.pretrain for point in points), row.pretrain]
