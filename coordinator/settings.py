@@ -226,7 +226,7 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
     require_supported_task(job.method, method, job.model)
     if tier_models(job.model) and not method.traits.tier_networks:
         raise JobError(
-            f"[model.tier]: {job.method} has one network for all devices; leave it out, or take fedmd or fedproto"
+            f"[model.tier]: {job.method} has one network for all devices: leave the table out, or use fedmd or fedproto"
         )
     if (reason := method.traits.refused_codecs.get(job.wire.codec)) is not None:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: {reason}")

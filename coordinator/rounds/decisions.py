@@ -70,7 +70,7 @@ def decide_event(
     """
     online_devices = DeviceSet.from_devices(online_devices)
     if state.phase == "selecting":
-        return _decide_selection_or_end(state, online_devices, workload_of, busy_devices, max_devices)
+        return _decide_selecting_phase(state, online_devices, workload_of, busy_devices, max_devices)
     if state.phase == "open":
         return _decide_open_round(
             state, now_s, online_devices, workload_of, busy_devices, max_devices, unreachable_devices
@@ -287,7 +287,7 @@ def minimum_devices_to_start(state: JobState) -> int:
     return max(cohort.min_devices, cohort.start_devices if state.round == 0 else 0, minimum_updates(state))
 
 
-def _decide_selection_or_end(
+def _decide_selecting_phase(
     state: JobState,
     online_devices: DeviceSet,
     workload_of: Callable[[str], DeviceWorkload],

@@ -104,7 +104,7 @@ class ExclusiveLink(LinkWrapper):
         if self._link.connected:
             self._wait_until(lambda: self._is_published, ANSWER_S)
             if not self._is_published:
-                log.warning("%s does not come back: permit the topic in the broker's access rules", self._topic)
+                log.warning("the broker does not deliver %s: permit the topic in its access rules", self._topic)
             elif self._numbers:
                 self._wait_until(lambda: False, ANSWER_S)
                 log.warning("%s: the former process does not answer, taking over", self._subject)

@@ -101,7 +101,7 @@ def _read_npz(network: Predictor, source: Path) -> StoredExamples:
         with np.load(source, allow_pickle=False) as file:
             arrays = {key: file[key] for names in network.array_names for key in names if key in file}
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {source}: {error}") from None
+        raise DataError(f"cannot read {source} ({error}): write it with numpy.savez, without objects") from None
     return network.examples_from_arrays(arrays, str(source))
 
 
@@ -125,9 +125,7 @@ def _batches_from_files(source: Path, network: Predictor) -> Iterator[ExampleBat
 
 def _find_files(source: Path, suffixes: tuple[str, ...]) -> list[Path]:
     if not suffixes:
-        raise DataError(
-            f"{source}: the network reads numbers: use an .npz with an array 'x', or a table as in training"
-        )
+        raise DataError(f"{source} is no file of numbers: use an .npz with an array 'x', or a table as in training")
     if not source.exists():
         raise DataError(f"{source} does not exist: name a folder or a file of {', '.join(suffixes)}")
     paths = [source]

@@ -127,8 +127,8 @@ def describe_other_params(job: JobSettings, cases: Sequence[ComparisonCase]) -> 
         refused_names = [key for key in job.params if key in known_names and key not in params]
         if refused_names:
             lines.append(
-                f"{method} refuses {', '.join(refused_names)} of [params], and runs with its defaults: tune it, "
-                f"as by --set {method}.lr=VALUE"
+                f"{method} refuses {', '.join(refused_names)} of [params], and runs with its defaults: set "
+                f"others by --set {method}.lr=VALUE"
             )
     return lines
 
