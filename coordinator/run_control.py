@@ -172,17 +172,23 @@ def stop_run(store: Store, run: str) -> str:
     )
 
 
-def resume_run(store: Store, run: str) -> StoredJob:
-    """Set a run to "running", or to armed if it has a trigger. Return the row from before the change.
-
-    Raise JobError for a completed run and for the run of a simulation.
-    """
+def require_resumable(store: Store, run: str) -> StoredJob:
+    """Return a run, or raise JobError if it is completed or the run of a simulation."""
     row = store.find_job(run)
     if row.status == "done":
         export = f"fedquilt model export {row.id} --home {store.home} --out FILE"
         raise JobError(f"{row.id} is done, and cannot be resumed: `{export}` writes its result")
     if row.origin != "run":
         raise JobError(f"{row.id} is the run of a simulation: {store.describe_resume(row)}")
+    return row
+
+
+def resume_run(store: Store, run: str) -> StoredJob:
+    """Set a run to "running", or to armed if it has a trigger. Return the row from before the change.
+
+    Raise JobError for a completed run and for the run of a simulation.
+    """
+    row = require_resumable(store, run)
     store.set_status(row.id, ARMED if row.job.trigger is not None else "running")
     return row
 

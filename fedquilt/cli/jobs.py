@@ -250,6 +250,7 @@ def resume(run: str, home: Path, blobs: options.BlobOptions, broker: options.Bro
         if store.find_job(run).status == UNAPPROVED:
             print(run_control.approve_run(store, run))
             return 0
+        run_control.require_resumable(store, run)
         return run_to_end(home, broker, blobs, store, lambda: run_control.resume_run(store, run).id)
 
 

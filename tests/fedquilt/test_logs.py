@@ -57,7 +57,7 @@ def test_an_error_has_its_traceback(lines):
 
 
 def test_a_coordinators_facts_are_lines(lines):
-    job = SimpleNamespace(id="digits-1")
+    job = SimpleNamespace(id="digits-1", job_state=JobState(JobConstants.from_job(JOB)))
     console = JsonConsole()
     facts = [CohortSelected(3, 0, ("a",)), TaskDeclined(3, "a", "memory", "12 MB short"), JobEnded("failed", "why")]
     for fact in facts:

@@ -21,6 +21,9 @@ def test_there_is_a_stage_for_each_bench_and_python() -> None:
     found = {stage.name: stage for stage in nightly.stages()}
     assert {name for name in found if name.startswith("bench-")} == {
         "bench-idle",
+        "bench-blobs",
+        "bench-energy",
+        "bench-stitch",
         "bench-memory",
         "bench-coordinator",
         "bench-sim",

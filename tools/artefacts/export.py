@@ -77,8 +77,8 @@ def _find_states(store: Store, row: StoredJob) -> tuple[BlobRef | None, BlobRef 
         job_state = apply_event(job_state, event, 0.0)
         if isinstance(event, RoundCommitted) and event.best:
             best_state, best_rounds = latest_state, rounds
-        if isinstance(event, JobStarted | RoundCommitted) and event.state != latest_state:
-            latest_state, rounds = event.state, job_state.completed_rounds  # an evaluation leaves the state unchanged
+        if isinstance(event, JobStarted | RoundCommitted) and not job_state.is_final_evaluation_done:
+            latest_state, rounds = event.state, job_state.completed_rounds
     return latest_state, best_state, rounds, best_rounds
 
 

@@ -68,8 +68,8 @@ def test_a_replaced_method_keeps_the_parameters_that_it_has():
             r"\[cohort\]: there is no key 'siz'; did you mean 'size'\? Keys of \[cohort\]: mode, ",
         ),
         (
-            lambda: fq.Fleet(1, ["a"], ["1GB"], "max", None, ["lab"], ["1MB/s"], "more"),
-            r"\[fleet\] got 8 values for 7 keys: give devices",
+            lambda: fq.Fleet(1, ["a"], ["1GB"], "max", None, ["lab"], ["1MB/s"], None, "more"),
+            r"\[fleet\] got 9 values for 8 keys: give devices",
         ),
         (lambda: fq.Fleet(4, devices=5), r"\[fleet\]: devices is given twice, 4 by position and 5 by name"),
         (lambda: fq.Data(), r"\[data\]: one of path, sources and dataset is required, not none"),

@@ -19,6 +19,7 @@ from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     JobEnded,
     JobStarted,
+    RoundClosed,
     RoundCommitted,
     UpdateAccepted,
 )
@@ -165,7 +166,8 @@ def test_an_export_of_an_unfinished_run_says_that_it_is_none_of_its_results(tmp_
         run = store.add_job(settings.load_job(job), job.with_name("job.bundle"))
         state = opened(store, run).job_state.state
         assert state is not None
-        store.append_event(run, RoundCommitted(0, state, False, {}))
+        for event in (CohortSelected(0, 0, ("a",)), RoundClosed(0), RoundCommitted(0, state, False, {})):
+            store.append_event(run, event)
         store.set_status(run, "stopped")
         assert main(["model", "export", run, *words]) == 0
         assert capsys.readouterr().out.endswith(f"; no final result: {run} is stopped, after 1 of at most 10 rounds\n")

@@ -72,7 +72,9 @@ def test_what_the_demo_writes_classifies_as_it_says(told: tuple[Path, str, str])
     ran = subprocess.run([*COMMAND[:3], "model", "run", *model], capture_output=True, text=True, check=True)
     accuracy = re.search(rf"{demo.STITCHED} +([\d.]+)", shown)
     assert accuracy is not None
-    assert accuracy[1] in ran.stdout
+    printed = re.search(r"accuracy ([\d.]+) %", ran.stdout)
+    assert printed is not None
+    assert f"{float(printed[1]):.1f}" == accuracy[1]
 
 
 @pytest.mark.nightly

@@ -85,7 +85,7 @@ def test_the_last_state_is_scored_and_kept(store: Store) -> None:
     assert (score.rounds, score.value, score.examples) == (1, 0.75, 4)
     assert said == [score]
     assert evaluation.format_score(score, matrix=True)[0].startswith(
-        "after 1 rounds: test accuracy 75.00 % on 4 examples, "
+        "after 1 rounds: test accuracy 75.00 % of 4 examples, "
     )
     rows = [line.split() for line in evaluation.format_score(score, matrix=True)[2:]]
     assert sum(int(count) for row in rows for count in row[1:]) == 4
@@ -111,7 +111,7 @@ def test_a_score_that_cannot_be_stored_is_printed_all_the_same(
 
     monkeypatch.setattr(scores, "write_scores", refuse)
     assert main(["model", "evaluate", run, "--home", str(store.home)]) == 0
-    assert "test accuracy 75.00 % on 4 examples" in capsys.readouterr().out
+    assert "test accuracy 75.00 % of 4 examples" in capsys.readouterr().out
     assert "the score is not stored" in caplog.text
 
 
@@ -203,7 +203,7 @@ def test_the_verb_tells_people_and_programs(store: Store, capsys: pytest.Capture
     store.set_status(run, "done")
     for _ in ("computed", "stored"):
         assert main(["model", "evaluate", run, *home]) == 0
-        assert "after 0 rounds: test accuracy 75.00 % on 4 examples" in capsys.readouterr().out
+        assert "after 0 rounds: test accuracy 75.00 % of 4 examples" in capsys.readouterr().out
     assert main(["model", "evaluate", run, *home, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["scores"][0]["value"] == 0.75
     assert main(["model", "evaluate", "nothing", *home]) == 6
