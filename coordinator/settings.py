@@ -96,7 +96,7 @@ class AdversarySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class FailureSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Simulated devices that go offline for good: [fleet] failures."""
+    """Simulated devices that go offline permanently ([fleet] failures)."""
 
     share: Annotated[float, Meta(gt=0, lt=1)]  # share of the fleet, rounded up, drawn with the job's seed
     within_s: Annotated[float, Meta(gt=0)]  # virtual seconds in which they fail, each at a random time
@@ -226,7 +226,7 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
     require_supported_task(job.method, method, job.model)
     if tier_models(job.model) and not method.traits.tier_networks:
         raise JobError(
-            f"[model.tier]: {job.method} has one network for all devices; leave it out, or take fedmd or fedproto"
+            f"[model.tier]: {job.method} has one network for all devices: leave the table out, or use fedmd or fedproto"
         )
     if (reason := method.traits.refused_codecs.get(job.wire.codec)) is not None:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: {reason}")
@@ -405,17 +405,17 @@ def parse_params(job: JobSettings) -> Any:
 
 
 def select_shared_params(
-    method: str, shared: Mapping[str, Any], own: Mapping[str, Any] | None = None
+    method: str, shared: Mapping[str, Any], own_params: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the shared parameters that a method has and accepts beside its own, as many as possible."""
-    params_type, own = methods.load(method).params, own or {}
+    """Return the largest part of the shared parameters that a method has and accepts together with its own."""
+    params_type, own_params = methods.load(method).params, own_params or {}
     known_names = {field.name for field in dataclasses.fields(params_type)}
-    candidates = {key: value for key, value in shared.items() if key in known_names - own.keys()}
+    candidates = {key: value for key, value in shared.items() if key in known_names - own_params.keys()}
     for count in range(len(candidates), 0, -1):
         for names in itertools.combinations(candidates, count):
             selected = {name: candidates[name] for name in names}
             with contextlib.suppress(JobError):
-                toml.convert_table({**selected, **own}, params_type, "[params]")
+                toml.convert_table({**selected, **own_params}, params_type, "[params]")
                 return selected
     return {}
 
@@ -500,7 +500,6 @@ class CoordinatorLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 def load_limits(home: Path) -> CoordinatorLimits:
-    """Return the limits of a home's limits.toml, or the defaults without the file."""
     path = home / LIMITS_FILE
     if not path.exists():
         return CoordinatorLimits()

@@ -220,7 +220,7 @@ class Agent:
     def _apply_ack(self, ack: UpdateAcked, outcome: str, now_s: float) -> None:
         """Record an update's ack and delete its blobs. Do nothing if an accepted ack cannot be recorded.
 
-        `outcome` is what happened to an update that is not accepted, as the end of a sentence.
+        `outcome` ends the log message about an update that is not accepted.
         """
         key, accepted = ack.key, ack.accepted
         entry = self.task_runner.state.outbox.get(key)

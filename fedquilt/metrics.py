@@ -102,8 +102,8 @@ def describe_evaluation(sums: EvaluationSums, skip: Collection[str] = ()) -> str
     The loss of a regression, the square of the RMSE, is left out.
     """
     metric = MAIN_METRICS[sums.task]
-    main, *others = describe_metrics(sums, skip=(*skip, "loss") if sums.task == "regression" else skip)
-    return ", ".join((f"{main} {'of' if metric.share else 'on'} {sums.examples} examples", *others))
+    main, *other_metrics = describe_metrics(sums, skip=(*skip, "loss") if sums.task == "regression" else skip)
+    return ", ".join((f"{main} {'of' if metric.share else 'on'} {sums.examples} examples", *other_metrics))
 
 
 def axis_label(metric: Metric) -> str:

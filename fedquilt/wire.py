@@ -373,7 +373,7 @@ class Topics:
         return f"{self.root}/dev/{device}/process"
 
     def retained_of_device(self, device: str) -> tuple[str, ...]:
-        """Return the topics of a device's retained messages."""
+        """Return the topics on which a device publishes retained messages."""
         presence, profile = (self.device_topic(device, "up", subtopic) for subtopic in ("presence", "profile"))
         return presence, profile, self.device_process(device)
 

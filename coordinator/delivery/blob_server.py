@@ -267,14 +267,12 @@ class BlobBackend(Protocol):
     `--blobs-backend NAME=ADDRESS` and returns an `OpenBackend`.
     """
 
-    def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
-        """Return the locations from which a device can fetch a blob now."""
+    def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]: ...
 
-    def upload_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
-        """Return the locations to which a device can upload a blob now."""
+    def upload_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]: ...
 
     def uploaded_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
-        """Return the locations from which the coordinator can fetch an upload of a device."""
+        """Return the locations from which the coordinator can fetch a device's upload."""
 
     def delete_upload(self, key: Key) -> None:
         """Delete a device's upload, after it was fetched or cancelled."""

@@ -96,7 +96,6 @@ class TelemetrySample(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def apply_message(status: DeviceStatus, message: WireMessage, time_s: float) -> DeviceStatus:
-    """Return a device's status after one of its messages."""
     match message:
         case wire.Presence():
             return _apply_presence(status, message, time_s)

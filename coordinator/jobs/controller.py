@@ -35,8 +35,6 @@ T = TypeVar("T")
 
 
 class UpdatePipeline:
-    """Validation, aggregation and commit of one job's updates."""
-
     def __init__(self, controller: JobController, context: CoordinatorContext) -> None:
         self._controller, self._context = controller, context
         self._job, self._executor = controller.job, context.executor

@@ -37,7 +37,7 @@ class Backoff(msgspec.Struct, frozen=True):
 
     @staticmethod
     def after_task(previous: Backoff | None, round: int, max_staleness: int) -> Backoff:
-        """Return the backoff after a task that became too old: twice the previous one, at first `max_staleness`."""
+        """Return the backoff after a task became too old: `max_staleness` commits, or twice the previous backoff."""
         commits = max(max_staleness, 1) if previous is None else 2 * previous.commits
         return Backoff(round + commits, commits)
 
@@ -45,7 +45,8 @@ class Backoff(msgspec.Struct, frozen=True):
 def devices_ahead(latest_selections: Mapping[str, tuple[int, ...]], working_devices: Collection[str]) -> set[str]:
     """Return the devices that were selected MAX_SELECTIONS times since the oldest running task began.
 
-    `latest_selections` has the numbers of each device's latest MAX_SELECTIONS selections, oldest first.
+    `latest_selections` has for each device the `JobState.selection_count` at its latest selections, oldest first, at
+    most MAX_SELECTIONS.
     """
     oldest_number = min((latest_selections[device][-1] for device in working_devices), default=math.inf)
     return {
@@ -87,7 +88,7 @@ class ModeChoice(NamedTuple):
 
 
 def choose_mode(cohort: CohortSettings, workloads: Mapping[str, DeviceWorkload]) -> ModeChoice:
-    """Choose the mode that aggregates more updates in a second, by the predicted duration of each device's task."""
+    """Choose the faster mode, by the predicted duration of a task on each device."""
     durations_s = {
         device: workload.predict_duration_s(workload.work.max_examples or ASSUMED_EXAMPLES)
         for device, workload in workloads.items()

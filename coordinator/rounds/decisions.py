@@ -73,7 +73,7 @@ def decide_event(
     """
     online_devices = DeviceSet.from_devices(online_devices)
     if state.phase == "selecting":
-        return _decide_selection_or_end(
+        return _decide_selecting_phase(
             state, now_s, online_devices, workload_of, busy_devices, max_devices, held_devices
         )
     if state.phase == "open":
@@ -174,7 +174,7 @@ def devices_to_skip(
 def devices_to_hold(
     state: JobState, free_devices: DeviceSet, working_devices: Collection[str], now_s: float
 ) -> dict[str, str]:
-    """Return the devices that buffered mode does not select now, with the code of the reason for each.
+    """Return the devices that buffered mode does not select now, each with the code of the reason.
 
     No device is held if otherwise no device would work.
     """
@@ -304,7 +304,7 @@ def minimum_devices_to_start(state: JobState) -> int:
     return max(cohort.min_devices, cohort.start_devices if state.round == 0 else 0, minimum_updates(state))
 
 
-def _decide_selection_or_end(
+def _decide_selecting_phase(
     state: JobState,
     now_s: float,
     online_devices: DeviceSet,

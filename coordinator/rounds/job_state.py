@@ -56,8 +56,6 @@ class JobConstants(msgspec.Struct, frozen=True):
 
 
 class TaskVersion(msgspec.Struct, frozen=True):
-    """Round, attempt and state of a device's task."""
-
     round: int
     attempt: int
     state: BlobRef | None

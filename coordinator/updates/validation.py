@@ -63,8 +63,6 @@ M = TypeVar("M", bound=Struct)
 
 
 class ClaimBounds(NamedTuple):
-    """Limits on the claims in a device's update."""
-
     workload: DeviceWorkload = DeviceWorkload()
     limit_s: float = math.inf  # longest possible duration of the task
     max_weight: float = MAX_EXAMPLES  # largest weight of one device

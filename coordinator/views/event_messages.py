@@ -237,7 +237,7 @@ def describe_staleness(commits: int, bound: str = "") -> str:
 
 
 def describe_version(event: events.UpdateAccepted) -> str:
-    """Return the age of an update and the round of its task as text, or "" for a task of the running round."""
+    """Return how old an update is and the round of its task, or "" if the task is of the running round."""
     return f"{age} (task of round {event.update.round + 1})" if (age := describe_staleness(event.staleness)) else ""
 
 

@@ -32,7 +32,6 @@ class DeviceOutcome:
 
 
 def load_outcomes(store: Store, run: str) -> RoundOutcomes:
-    """Return the outcomes of a run, found by its id or its job's name."""
     row = store.find_job(run)
     outcomes = RoundOutcomes(JobConstants.from_job(row.job))
     for _, time_s, event in store.read_events(row.id):

@@ -128,7 +128,7 @@ def format_joules(value: float) -> str:
 
 
 def format_contribution(cost: CostLedger, total: CostLedger) -> tuple[str, str]:
-    """Return a device's share of all updates, and the mean age of its updates in commits, as text."""
+    """Return a device's share of all updates, and the mean staleness of its updates in commits, as text."""
     share = f"{100 * cost.tasks / total.tasks:.1f} %" if total.tasks else "-"
     return share, "-" if cost.mean_staleness is None else f"{cost.mean_staleness:.1f}"
 

@@ -83,7 +83,7 @@ class ExecutionProviders:
         return "CUDA" if self.uses_gpu else "processor"
 
     def create_session(self, create: Callable[[Sequence[Any]], Any]) -> Any:
-        """Create a session on CUDA, or on the processor if CUDA does not work, which disables CUDA."""
+        """Create a session on CUDA. If CUDA does not work, disable it and create the session on the processor."""
         if not self.uses_gpu:
             return create(CPU)
         try:

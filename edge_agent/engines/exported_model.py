@@ -26,7 +26,7 @@ class Scale(NamedTuple):
 class ExportedModel(NamedTuple):
     """Metadata of a network written by `fedquilt model export`. Fields of other files are None.
 
-    The graph standardises its inputs by `scale`. The tables have only the preparation outside of the graph.
+    The graph standardises its inputs by `scale`. The tables describe only what is done before the graph.
     """
 
     input: Mapping[str, Any] | None  # [input] table of a stitched network
@@ -53,7 +53,7 @@ class ExportedModel(NamedTuple):
         )
 
     def standardise(self, prepared: np.ndarray) -> np.ndarray:
-        """Return the graph's inputs as the network gets them after the graph's standardisation."""
+        """Standardise prepared inputs as the graph does itself."""
         if self.scale is None:
             return prepared
         axes = (-1, 1, 1) if prepared.ndim == 4 else (-1,)

@@ -328,7 +328,7 @@ def compute_metrics(sums: EvaluationSums) -> dict[str, float]:
 
 
 def rescale_errors(sums: EvaluationSums, std: float) -> EvaluationSums:
-    """Return the evaluation of a regression whose errors are multiplied by `std`, the unit of all targets."""
+    """Return the evaluation of a regression with errors multiplied by `std`, which all targets share."""
 
     def scale(parts: tuple[float, ...], factor: float) -> tuple[float, ...]:
         return tuple(part * factor for part in parts)

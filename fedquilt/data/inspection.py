@@ -34,8 +34,6 @@ TARGET_SIDE: Final = 32  # pixels to which large images, and those of several si
 
 @dataclass(frozen=True)
 class DataInspection:
-    """Content of a data set, with the [data] and [input] tables that read it."""
-
     data: dict[str, Any]
     input: dict[str, Any]
     shape: tuple[int, ...]

@@ -115,7 +115,6 @@ def input_names(spec: DataSpec) -> tuple[str, ...]:
 
 
 def target_names(spec: DataSpec, outputs: int) -> tuple[str, ...]:
-    """Return the names of the numbers or labels that a network predicts."""
     columns = spec.y if isinstance(spec.y, tuple) else (spec.y or "y",)
     names = spec.labels if spec.task == "labels" and spec.labels else columns
     if len(names) == outputs:

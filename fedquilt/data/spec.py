@@ -203,7 +203,6 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [Path(source.path) for source in sources if source.path and not source.download]
 
     def find_path_problem(self) -> str:
-        """Return why a file or folder of the data cannot be opened, or ""."""
         return next(filter(None, map(describe_path_problem, self.list_paths())), "")
 
     @property

@@ -19,7 +19,7 @@ def write_table(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, 
     In CSV an unknown value is an empty cell, and the values of a list are separated by semicolons.
     """
     if path.suffix not in (".csv", ".json"):
-        raise JobError(f"{path}: a table is CSV or JSON: name a file that ends with .csv or .json")
+        raise JobError(f"{path} is neither CSV nor JSON: name a file that ends with .csv or .json")
     text = _encode_csv(columns, rows) if path.suffix == ".csv" else json.dumps(list(rows), indent=1) + "\n"
     with disk_errors(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)

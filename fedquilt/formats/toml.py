@@ -86,7 +86,6 @@ def key_text(name: str) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as TOML in one line."""
     if isinstance(value, Mapping):
         return f"{{ {', '.join(f'{key_text(key)} = {format_value(item)}' for key, item in value.items())} }}"
     if isinstance(value, list | tuple):

@@ -54,7 +54,6 @@ def describe_listen_error(error: BaseException) -> str:
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """Return a listening socket, or raise JobError."""
     try:
         if not 0 <= port <= MAX_PORT:  # `create_server` would leave its socket open
             raise OSError(f"port {port} is not between 0 and {MAX_PORT}")
@@ -142,7 +141,7 @@ class HttpServer:
     """HTTP server at one address, which runs after `start`. The constructor may raise JobError.
 
     `handler` is called in the thread of a connection, and may raise RequestRefusedError. `context` returns the TLS
-    context of a new connection. `error_body` returns content type and body for the sentence of a refusal.
+    context of a new connection. `error_body` returns the content type and the body for the text of a refusal.
     """
 
     def __init__(

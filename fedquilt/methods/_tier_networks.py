@@ -1,4 +1,4 @@
-"""Common code of methods whose devices keep networks of their own, one for each memory tier (`[model.tier]`)."""
+"""Shared code of methods that train a separate network on each device, chosen by memory tier (`[model.tier]`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def find_network(state: Any, device: core.DeviceView) -> NetworkState:
 
 
 def load_own_network(site: core.ClientContext) -> core.Tensors:
-    """Return the device's network, or the initial network of its tier ("own") before the first training in it."""
+    """Return the device's network, or before its first training the initial network of its tier."""
     first = site.load("own")
     shapes, own_shapes = (
         {name: array.shape for name, array in tensors.tensor_shapes(network).items()}

@@ -38,7 +38,7 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> fedrep.State:
     initial = fedavg.init(bundle, params, seed)
     last = ft_part.last_layer_tensors(initial, params.layers)
     if set(initial.trained_names()) <= last:
-        raise core.ModelError(f"layers = {params.layers}: these are all layers of the network; take fewer")
+        raise core.ModelError(f"layers = {params.layers} are all layers of the network: use a smaller number")
     return fedrep.split_state(initial, last)
 
 

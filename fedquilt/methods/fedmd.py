@@ -79,7 +79,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def public_work(network: NetworkState, examples: int, has_scores: bool) -> core.WorkEstimate:
-    """Return the cost of the scores of public examples, and of the training on them if there is a consensus."""
+    """Return the cost of scoring the public examples, and with `has_scores` of training on them."""
     work = local_training.evaluation_work(network).total_for_examples(examples)
     if not has_scores:
         return work
@@ -104,8 +104,8 @@ def digest(task: core.Task, site: core.ClientContext, start: core.Tensors, publi
     fit = local_training.fit_from_task(task)
     fit = replace(fit, epochs=task.params["digest_epochs"], loss="mse", augment=())
     table = {**task.params["network"], "task": "regression"}
-    digested, _ = site.engine.train(table, start, public, fit, site.rng, progress=lambda share: site.progress(0.0))
-    return digested
+    network, _ = site.engine.train(table, start, public, fit, site.rng, progress=lambda share: site.progress(0.0))
+    return network
 
 
 def validate_update(state: State, update: core.DeviceUpdate) -> None:

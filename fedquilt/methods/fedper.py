@@ -41,7 +41,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
     initial = fedavg.init(bundle, params, seed)
     last = ft_part.last_layer_tensors(initial, params.layers)
     if initial.model.keys() <= last:
-        raise ModelError(f"layers = {params.layers}: these are all layers of the network; take fewer")
+        raise ModelError(f"layers = {params.layers} are all layers of the network: use a smaller number")
     return fedrep.split_state(initial, last if params.stays == "last" else initial.model.keys() - last)
 
 

@@ -195,9 +195,9 @@ def result(state: State) -> core.Artefact:
     """Return the network with shared adapters merged. `meta["private"]` lists what stays on devices."""
     adapter_sites = fedlora.adapted_layers(state.network)
     # A device's own branch changes the weights of all adapted layers.
-    adapted = {f"{layer}.weight" for site in adapter_sites for layer in site.layers}
+    adapted_names = {f"{layer}.weight" for site in adapter_sites for layer in site.layers}
     head = set(fedlora.head_names(state.network)) if state.params["head"] == "private" else set()
-    private = {"private": sorted(adapted | head), "untrained": sorted(head)}
+    private = {"private": sorted(adapted_names | head), "untrained": sorted(head)}
     return local_training.weights_artefact(state.network, fedlora.merged_model(state), **private)
 
 

@@ -1,4 +1,4 @@
-"""Names and dates in certificate files, read without a library beside Python's."""
+"""Names and dates in certificate files, read with Python's own library."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def find_name_problem(certificate: Certificate, device: str) -> str | None:
 
 
 def require_device_name(file: Path, device: str) -> None:
-    """Raise JobError if a device has the certificate of another one, whose connections it would end."""
+    """Raise JobError if the certificate is of another device, which the broker would disconnect."""
     try:
         problem = find_name_problem(load_certificate(file), device)
     except OSError:  # the connection reports a damaged file

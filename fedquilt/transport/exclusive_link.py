@@ -95,7 +95,7 @@ class ExclusiveLink(LinkWrapper):
         link.subscribe([topic])
 
     def require_exclusive_use(self) -> None:
-        """Wait for the broker, and for the answer of a process that may still run.
+        """Connect to the broker, and wait until an earlier process of this name has ended or answered.
 
         Raises:
             JobError: If another process of this name is running.
@@ -104,14 +104,14 @@ class ExclusiveLink(LinkWrapper):
         if self._link.connected:
             self._wait_until(lambda: self._is_published, ANSWER_S)
             if not self._is_published:
-                log.warning("%s does not come back: permit the topic in the broker's access rules", self._topic)
+                log.warning("the broker does not deliver %s: permit the topic in its access rules", self._topic)
             elif self._numbers:
                 self._wait_until(lambda: False, ANSWER_S)
                 log.warning("%s: the former process does not answer, taking over", self._subject)
         self._publish_state(is_established=True)
 
     def receive(self) -> list[Message]:
-        """Return the messages of other topics.
+        """Return the messages of other topics than the process states.
 
         Raises:
             JobError: If another process of this name is running, and ranks before this one.

@@ -61,9 +61,9 @@ def trace_to_onnx(
 def export_network(network: Mapping[str, Any], weights: Tensors, reading: Mapping[str, Any] | None = None) -> bytes:
     """Return the network with its weights as ONNX: "x" (n, ...) float32 to "y" (n, outputs).
 
-    The graph standardises its inputs, and rescales the numbers of a regression to their units. The file's metadata has
-    the network's table under "network" and its reading settings under "reading", both without these scales, and the
-    mean and std of the inputs under "scale".
+    The graph standardises its inputs, and rescales the outputs of a regression to their units. The file's metadata has
+    the network's table under "network" and its reading settings under "reading", both without the scales that the graph
+    applies, and the mean and std of the inputs under "scale".
     """
     model = registry.build_network(network)
     network_state = model.state_dict()

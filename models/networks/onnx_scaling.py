@@ -48,7 +48,7 @@ def _repeat_features(values: np.ndarray, size: int) -> np.ndarray:
 
 
 def outside_input(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of an [input] table that remains outside of the graph."""
+    """Return the part of an [input] table that stays outside of the graph."""
     return {key: value for key, value in table.items() if key in ("channels", "size")}
 
 
@@ -67,7 +67,6 @@ def _make_constants(names: Sequence[str], arrays: Sequence[np.ndarray]) -> list[
 
 
 def standardise_inputs(model: onnx.ModelProto, scale: InputScale) -> None:
-    """Let the graph standardise its input."""
     graph = model.graph
     source = graph.input[0].name
     result = f"{source}/standardised"
@@ -80,7 +79,7 @@ def standardise_inputs(model: onnx.ModelProto, scale: InputScale) -> None:
 
 
 def rescale_outputs(model: onnx.ModelProto, mean: Sequence[float], std: Sequence[float]) -> None:
-    """Let the graph return `output * std + mean`, with a value for each output."""
+    """Add nodes that compute `output * std + mean`, with a mean and std for each output."""
     graph = model.graph
     result = graph.output[0].name
     source = f"{result}/standardised"

@@ -225,7 +225,7 @@ def test_fedbabu_sends_the_body_and_is_evaluated_after_fine_tuning_all_layers():
     assert all((tuned[name] != array).any() for name, array in network.items())
     table = task.params["network"]
     assert fedbabu.check(task, fresh[1]) == site.engine.evaluate(table, tuned, site.held_out)
-    with pytest.raises(ModelError, match="layers = 2: these are all layers"):
+    with pytest.raises(ModelError, match="layers = 2 are all layers"):
         fedbabu.init(toy_bundle(), fedbabu.Params(layers=2), 0)
 
 
@@ -287,7 +287,7 @@ def test_feddyns_h_is_the_mean_of_what_the_devices_keep():
 
 
 def test_a_network_whose_layers_all_stay_is_refused():
-    with pytest.raises(ModelError, match="layers = 2: these are all layers of the network"):
+    with pytest.raises(ModelError, match="layers = 2 are all layers of the network"):
         fedper.init(toy_bundle(), fedper.Params(layers=2), 0)
 
 

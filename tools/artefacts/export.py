@@ -173,7 +173,7 @@ def _last_class_shares(store: Store, row: StoredJob, method: Method) -> tuple[fl
 
 
 def require_loadable(payload: bytes | memoryview, label: str, input_shape: Sequence[int] | None = None) -> None:
-    """Raise ModelError about the file `label` if devices cannot load the ONNX file."""
+    """Raise ModelError that names `label`, unless devices can load the ONNX file and its input and output fit."""
     try:
         checked = graph_check.check_bytes(payload)
         checked.require_batched_examples()

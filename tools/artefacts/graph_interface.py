@@ -17,7 +17,6 @@ MAX_NAMES: Final = 30
 
 
 def describe_interface(path: Path) -> list[str]:
-    """Return a line each about the input and the output of a file written by `fedquilt model export`."""
     checked = graph_check.check_bytes(path.read_bytes())
     metadata = exported_model.read_metadata(checked.metadata)
     reading = reading_settings.spec_with_settings(metadata.reading, {"path": "."})

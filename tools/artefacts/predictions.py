@@ -61,7 +61,7 @@ class PredictedExamples:
         return rows
 
     def evaluate(self) -> dict[str, EvaluationSums]:
-        """Return the evaluation of the labelled examples by target of a regression, otherwise under ""."""
+        """Return the evaluation of the labelled examples, for a regression by target, otherwise under ""."""
         rows = [index for index, target in enumerate(self.targets) if target is not None]
         if not rows:
             return {}
@@ -77,7 +77,6 @@ class PredictedExamples:
 
 
 def predict_examples(model: Path, source: Path) -> PredictedExamples:
-    """Return the predictions for the examples in a file or folder, which are read as in training."""
     network = Predictor(model)
     names: list[str] = []
     targets: list[np.ndarray | None] = []
@@ -102,7 +101,7 @@ def _read_npz(network: Predictor, source: Path) -> StoredExamples:
         with np.load(source, allow_pickle=False) as file:
             arrays = {key: file[key] for names in network.array_names for key in names if key in file}
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {source}: {error}") from None
+        raise DataError(f"cannot read {source} ({error}): write it with numpy.savez, without objects") from None
     return network.examples_from_arrays(arrays, str(source))
 
 
@@ -126,9 +125,7 @@ def _batches_from_files(source: Path, network: Predictor) -> Iterator[ExampleBat
 
 def _find_files(source: Path, suffixes: tuple[str, ...]) -> list[Path]:
     if not suffixes:
-        raise DataError(
-            f"{source}: the network reads numbers: use an .npz with an array 'x', or a table as in training"
-        )
+        raise DataError(f"{source} is no file of numbers: use an .npz with an array 'x', or a table as in training")
     if not source.exists():
         raise DataError(f"{source} does not exist: name a folder or a file of {', '.join(suffixes)}")
     paths = [source]
@@ -148,26 +145,26 @@ def _target_from_folder(path: Path, network: Predictor) -> np.ndarray | None:
 
 
 def print_predictions(model: Path, source: Path, format: str, out: Path | None = None) -> int:
-    predicted = predict_examples(model, source)
+    predictions = predict_examples(model, source)
     if out is not None:
-        _write_predictions(predicted, out)
+        _write_predictions(predictions, out)
     if format == "json":
-        print(json.dumps(_to_document(predicted), indent=1))
+        print(json.dumps(_to_document(predictions), indent=1))
         return 0
-    lines = [f"{out}: {len(predicted.names)} predictions"] if out is not None else _format_table(predicted)
-    print("\n".join([*lines, *_format_metrics(predicted)]))
+    lines = [f"{out}: {len(predictions.names)} predictions"] if out is not None else _format_table(predictions)
+    print("\n".join([*lines, *_format_metrics(predictions)]))
     return 0
 
 
-def _write_predictions(predicted: PredictedExamples, out: Path) -> None:
-    rows = predicted.to_rows()
+def _write_predictions(predictions: PredictedExamples, out: Path) -> None:
+    rows = predictions.to_rows()
     flat_rows = [_flatten_row(row) for row in rows]
     table_file.write_table(out, tuple(flat_rows[0]), flat_rows if out.suffix == ".csv" else rows)
 
 
-def _to_document(predicted: PredictedExamples) -> dict[str, Any]:
-    values = {name: evaluation.compute_metrics(sums) for name, sums in predicted.evaluate().items()}
-    return {"examples": predicted.to_rows(), "metrics": values.get("", values)}
+def _to_document(predictions: PredictedExamples) -> dict[str, Any]:
+    values = {name: evaluation.compute_metrics(sums) for name, sums in predictions.evaluate().items()}
+    return {"examples": predictions.to_rows(), "metrics": values.get("", values)}
 
 
 def _flatten_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -182,11 +179,11 @@ def _flatten_row(row: dict[str, Any]) -> dict[str, Any]:
     return cells
 
 
-def _format_table(predicted: PredictedExamples) -> list[str]:
-    has_many_scores = predicted.network.output.task == "labels"
+def _format_table(predictions: PredictedExamples) -> list[str]:
+    has_many_scores = predictions.network.output.task == "labels"
     rows = [
         _flatten_row({name: value for name, value in row.items() if name != "score" or not has_many_scores})
-        for row in predicted.to_rows()
+        for row in predictions.to_rows()
     ]
     align = "".join("<" if name in ("example", "prediction", "label") else ">" for name in rows[0])
     cells = [[_format_cell(value) for value in row.values()] for row in rows]
@@ -203,8 +200,8 @@ def _format_cell(value: Any) -> str:
     return str(value)
 
 
-def _format_metrics(predicted: PredictedExamples) -> list[str]:
+def _format_metrics(predictions: PredictedExamples) -> list[str]:
     lines = []
-    for name, sums in predicted.evaluate().items():
+    for name, sums in predictions.evaluate().items():
         lines += table.fold_line(f"{f'{name}: ' if name else ''}{metrics.describe_evaluation(sums, DETAILED_METRICS)}")
     return lines

@@ -65,7 +65,6 @@ class OutputSpec:
     names: tuple[str, ...]
 
     def decode_outputs(self, outputs: np.ndarray) -> Answer:
-        """Return the answer for the output values (names,) of one example."""
         if self.task == "regression":
             return Answer(dict(zip(self.names, outputs.tolist(), strict=True)), None)
         if self.task == "labels":
@@ -99,7 +98,7 @@ class OutputSpec:
         return np.array(number, np.int64)
 
     def compare(self, values: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """Return the differences of the outputs of one example to its target, which are 0 for right names."""
+        """Return the differences between outputs and target of one example. A right name has the difference 0."""
         if self.task == "regression":
             return values - target
         if self.task == "labels":
@@ -108,7 +107,9 @@ class OutputSpec:
 
     def _encode_numbers(self, value: Any) -> np.ndarray:
         numbers = value if isinstance(value, dict) else {self.names[0]: value}
-        are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers.values())
+        are_numbers = all(
+            isinstance(number, int | float) and not isinstance(number, bool) for number in numbers.values()
+        )
         if numbers.keys() != set(self.names) or not are_numbers or not all(map(math.isfinite, numbers.values())):
             raise DataError(f"{str(value)[:100]!r} is not a number for each of {_join_names(self.names)}: send numbers")
         return np.array([numbers[name] for name in self.names], np.float32)
@@ -154,7 +155,7 @@ class Predictor:
         return prepared
 
     def compute_scores(self, prepared: np.ndarray) -> np.ndarray:
-        """Return the outputs (n, names), float32, or raise ModelError unless there is an output for each name."""
+        """Return the outputs (n, names), float32. Raise ModelError unless each name has an output."""
         scores = self._engine.run(self._file, prepared)
         if scores.ndim != 2 or scores.shape[1] != len(self.output.names):
             shape = scores.shape[1] if scores.ndim == 2 else scores.shape[1:]
@@ -168,11 +169,11 @@ class Predictor:
         return scores
 
     def standardise(self, prepared: np.ndarray) -> np.ndarray:
-        """Return prepared inputs as the network gets them after the graph's standardisation."""
+        """Standardise prepared inputs as the graph does itself."""
         return self._metadata.standardise(prepared)
 
     def require_targets(self, y: np.ndarray, place: str) -> np.ndarray:
-        """Return labels as targets of the task, or raise DataError about the labels at `place`."""
+        """Return labels as targets of the task, or raise DataError that names `place`."""
         if self._reading.labels and self.output.task == "classes" and y.ndim == 1:
             y = number_labels(y, place, self._reading.labels)
         targets = convert_labels(y, place, self.output.task)

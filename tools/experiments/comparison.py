@@ -124,11 +124,11 @@ def describe_other_params(job: JobSettings, cases: Sequence[ComparisonCase]) -> 
     lines = []
     for method, params in {case.settings.method: case.settings.params for case in cases}.items():
         known_names = {field.name for field in dataclasses.fields(methods.load(method).params)}
-        refused = [key for key in job.params if key in known_names and key not in params]
-        if refused:
+        refused_names = [key for key in job.params if key in known_names and key not in params]
+        if refused_names:
             lines.append(
-                f"{method} refuses {', '.join(refused)} of [params], and runs with its defaults: tune it, "
-                f"as by --set {method}.lr=VALUE"
+                f"{method} refuses {', '.join(refused_names)} of [params], and runs with its defaults: set "
+                f"others by --set {method}.lr=VALUE"
             )
     return lines
 
@@ -139,9 +139,9 @@ def merge_params(job: JobSettings, name: str, changes: Mapping[str, Any]) -> dic
     Parameters in [params] that another method does not have, or refuses, are ignored. In the other two they are kept,
     and raise an error when the job is parsed.
     """
-    own = {**job.compare.get(name, {}), **changes}
-    shared = job.params if name == job.method else jobs.select_shared_params(name, job.params, own)
-    return {**shared, **own}
+    own_params = {**job.compare.get(name, {}), **changes}
+    shared = job.params if name == job.method else jobs.select_shared_params(name, job.params, own_params)
+    return {**shared, **own_params}
 
 
 def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:

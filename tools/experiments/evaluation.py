@@ -139,13 +139,13 @@ class Evaluator:
 
 
 def find_untrained_tensors(method: str, state: Any) -> Sequence[str]:
-    """Return the tensors of a method's result whose trained values stay on devices."""
+    """Return the tensors of a method's result whose trained values are on devices only."""
     loaded = methods.load(method)
     return loaded.result(state).untrained_tensors if loaded.traits.private_data else ()
 
 
 def require_whole_network(method: str, state: Any) -> None:
-    """Raise JobError if trained tensors stay on devices, so that the server cannot evaluate the network."""
+    """Raise JobError if trained tensors are on devices only, so that the server cannot evaluate the network."""
     if untrained := find_untrained_tensors(method, state):
         raise JobError(
             f"{method} leaves {len(untrained)} trained tensors ({untrained[0]}, ...) on devices, so the run has no "
@@ -212,12 +212,12 @@ def _require_test_set(row: StoredJob) -> None:
 
 
 def evaluate_state(store: Store, run: str, *, best: bool = False, data: Path | None = None) -> RunScores:
-    """Score one state of a run, and return the score without storing it.
+    """Score one state of a run without storing the score.
 
     Args:
         store: Store of the run.
         run: Id of the run, or name of its job.
-        best: Whether to score the state with the best evaluation by devices, not the last one.
+        best: Score the state with the best evaluation by devices instead of the last one.
         data: File or folder to evaluate on, read as in training, or None for the job's test set.
 
     Raises:
@@ -242,7 +242,7 @@ def _make_test_settings(job: JobSettings, data: Path) -> dict[str, str]:
 def convert_to_units(run_scores: RunScores, job: JobSettings) -> RunScores:
     """Return scores with the errors of a regression in the unit of its targets.
 
-    Errors remain in standard deviations if [data] target has different ones.
+    Errors stay in standard deviations if the targets of [data] have different ones.
     """
     stds = set((job.data.get("target") or {}).get("std", ()))
     if len(stds) != 1:
@@ -339,8 +339,6 @@ def scores_to_dict(run_scores: RunScores) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Results of one evaluation. A score is None if there are no examples."""
-
     test: EvaluationScore | None  # on the test set
     held: HeldOutScore | None  # on the devices' held-out shares
     devices: Mapping[str, float]  # device -> accuracy on its held-out share, 0..1

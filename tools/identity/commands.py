@@ -94,7 +94,7 @@ def print_certificates(folder: Path, format: str) -> None:
 def revoke_certificates(folder: Path, name: str) -> None:
     revoked = CertificateAuthority(folder).revoke_name(name, clock_s())
     print(f"{name}: {len(revoked)} certificate{'' if len(revoked) == 1 else 's'} revoked, its tokens deleted")
-    print(f"wrote {folder / 'crl.pem'}; copy it into Mosquitto's folder, and then")
+    print(f"wrote {folder / 'crl.pem'}: copy it into Mosquitto's folder, and then")
     print("  `systemctl reload mosquitto` to refuse new connections, or")
     print("  `systemctl restart mosquitto` to close existing ones too")
 

@@ -121,7 +121,7 @@ class CertificateRegister:
     def create_token(self, pattern: str, validity_s: float, now_s: float) -> str:
         """Store and return a token for one device of a pattern, or raise JobError for an invalid pattern.
 
-        The caller must hold a `transaction`, in which it also writes the token's file: an error leaves no token.
+        The caller must hold a `transaction` and write the token's file in it, so that an error leaves no token.
         """
         if not PATTERN.match(pattern):
             raise JobError(f"{pattern!r} is neither a device id nor a pattern: write one such as orin-01 or 'orin-*'")

@@ -474,7 +474,6 @@ def format_log(run: RunData) -> LogText:
 
 
 def format_job(job: Any) -> str:
-    """Return a job as TOML, without default values."""
     import tomli_w
 
     return tomli_w.dumps(_list_changed_fields(job))

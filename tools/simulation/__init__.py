@@ -23,6 +23,6 @@ class DeviceData:
 
 
 def draw_devices(seed: int, purpose: str, share: float, devices: Collection[str]) -> list[str]:
-    """Return a share of the devices, rounded up, drawn by the seed and the purpose."""
+    """Return a random share of the devices, rounded up. The draw depends on `seed` and `purpose`."""
     count = math.ceil(share * len(devices) - 1e-9)
     return sorted(devices, key=lambda device: derive_seed(seed, purpose, device))[:count]

@@ -44,7 +44,6 @@ def choose_adversaries(job: JobSettings, devices: Collection[str]) -> frozenset[
 
 
 def make_attack_data(settings: AdversarySettings) -> dict[str, Any]:
-    """Return the entry of `WorkRequest.data` that makes `corrupt_method` attack."""
     return {ATTACK_KEY: {"attack": settings.attack, "factor": settings.factor}}
 
 

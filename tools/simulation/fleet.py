@@ -256,7 +256,7 @@ class SimulatedFleet:
         folder: Folder for private state, caches and task outputs of the devices.
         extra_specs: Devices outside of the fleet, for `make_extra_request` alone.
         offline: Devices of the fleet that are offline at first.
-        failure_times_s: Times at which devices go offline for good, by device.
+        failure_times_s: Virtual time at which each failing device goes offline permanently.
     """
 
     outage = BrokerOutage()  # no outage: simulated devices are always reachable

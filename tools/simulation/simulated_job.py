@@ -370,7 +370,7 @@ def _make_round(
 
 
 def draw_failure_times(job: JobSettings, devices: Collection[str], elapsed_s: float = 0.0) -> dict[str, float]:
-    """Return the virtual seconds from now until each device of [fleet] failures goes offline for good."""
+    """Return the virtual seconds from now until each device of [fleet] failures goes offline permanently."""
     if (settings := job.fleet.failures) is None:
         return {}
     failing_devices = draw_devices(job.seed, "failure", settings.share, devices)

@@ -45,7 +45,7 @@ CLASS_FORMATS = ("idx", "folder", "torchvision")  # formats whose labels are alw
 
 def open_reader(spec: DataSpec) -> ExampleReader:
     """Return a reader of a single source, with targets scaled by [data] target, or raise DataError."""
-    reader = _open_stored(spec)
+    reader = _open_source(spec)
     if spec.target is None:
         return reader
     mean, std = np.array(spec.target.mean), np.array(spec.target.std)
@@ -56,7 +56,7 @@ def open_reader(spec: DataSpec) -> ExampleReader:
     return replace(reader, y=((reader.y - mean) / std).astype(np.float32))
 
 
-def _open_stored(spec: DataSpec) -> ExampleReader:
+def _open_source(spec: DataSpec) -> ExampleReader:
     if spec.dataset.startswith(SKLEARN):
         return arrays.open_sklearn_data(spec)
     if not spec.path:

@@ -133,7 +133,7 @@ def test_shared_parameters_that_another_method_refuses_have_its_defaults(
     job = settings.parse_job({**TABLE, "params": params, "compare": {}})
     [case] = comparison.make_cases(job, folder, [method], [0])
     assert case.settings.params == {key: value for key, value in params.items() if key not in refused}
-    text = f"{method} refuses {', '.join(refused)} of [params], and runs with its defaults: tune it, as by --set"
+    text = f"{method} refuses {', '.join(refused)} of [params], and runs with its defaults: set others by --set"
     assert [line.startswith(text) for line in comparison.describe_other_params(job, [case])] == [True] * bool(refused)
     for key in refused:
         with pytest.raises(JobError, match=key):

@@ -57,7 +57,10 @@ BAD = {
     "not finite": (npy(np.full((4, 4), np.nan)), "not finite"),
     "a bomb in a zip": (member("x.npy", npy(np.zeros(4 << 20))), "unpacked .npz exceeds the limit"),
     "no examples": (npz(z=np.zeros(3)), "name their array 'x_test' or 'x'"),
-    "labels out of range": (npz(x=np.zeros((2, 4, 4), np.uint8), y=np.array([0, 7])), "integers from 0 to 1"),
+    "labels out of range": (
+        npz(x=np.zeros((2, 4, 4), np.uint8), y=np.array([0, 7])),
+        "the network predicts 2 classes (0 to 1)",
+    ),
     "too many": (npz(x=np.zeros((2000, 4, 4), np.uint8)), "send 1 to 1024"),
 }
 

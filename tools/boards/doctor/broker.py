@@ -206,7 +206,6 @@ def judge_coordinator(result: PermissionResult, broker: Broker) -> str | Problem
 
 
 def _remaining_s(deadline_s: float, limit_s: float) -> float:
-    """Return the seconds left for a check, between 0.05 and `limit_s`."""
     return max(min(limit_s, deadline_s - time.monotonic()), 0.05)
 
 
@@ -451,7 +450,10 @@ def load_identity(broker: Broker) -> tuple[LinkIdentity | None, str | Problem]:
 def check_handshake(
     link: MqttLink, identity: LinkIdentity, fleet: str, name: str, is_online: bool | None, deadline_s: float
 ) -> str | Problem:
-    """Return the verdict on a device's handshake. With an offline coordinator, return at once."""
+    """Return the verdict on a device's handshake with the coordinator.
+
+    `is_online` says whether the coordinator is online. If not, return without waiting.
+    """
     device_link = AuthenticatedDeviceLink(link, identity, fleet, name)
     answer_deadline_s = time.monotonic() + _remaining_s(deadline_s, ANSWER_S if is_online else 0.0)
     device_link.receive()

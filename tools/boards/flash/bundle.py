@@ -175,7 +175,6 @@ def _read_file(path: Path) -> bytes:
 
 
 def render_units(board: BoardFiles | CoordinatorFiles, systemd: int = 249) -> dict[str, bytes]:
-    """Return the systemd units of a board by file name, for this version of systemd."""
     if isinstance(board, CoordinatorFiles):
         optional_units = {"fedquilt-enrol-serve": board.enrol, "fedquilt-dash": board.dash}
         excluded = (*AGENT_UNITS, *(name for name, arguments in optional_units.items() if arguments is None))
@@ -384,7 +383,6 @@ class CoordinatorFiles(msgspec.Struct, frozen=True):
 
 
 def read_coordinator_files(path: Path) -> CoordinatorFiles:
-    """Read a coordinator.toml and the files that it names, for a bundle, or raise JobError."""
     with toml.prefix_errors(str(path)):
         settings = toml.convert_table(toml.read_toml(path), CoordinatorSettings, "a coordinator's settings")
         file_names = {

@@ -107,14 +107,14 @@ def run_table(
 
 
 def choose_names(kind: str, words: Sequence[str] | None, names: Iterable[str], missing: Mapping[str, str]) -> list[str]:
-    """Return the names that are chosen by `words`, in their order, or all without `words` except the missing.
+    """Return the chosen names in the order of `words`, or without `words` all names that are not missing.
 
     Raise JobError if a word is unknown, and DataError if a chosen name or every name is missing.
     """
-    chosen = grids.match_names(kind, words, names) if words else [name for name in names if name not in missing]
-    if reasons := [missing[name] for name in chosen or names if name in missing]:
+    chosen_names = grids.match_names(kind, words, names) if words else [name for name in names if name not in missing]
+    if reasons := [missing[name] for name in chosen_names or names if name in missing]:
         raise DataError(reasons[0])
-    return [name for name in names if name in chosen]
+    return [name for name in names if name in chosen_names]
 
 
 def list_or_run_tables(
@@ -133,8 +133,8 @@ def list_or_run_tables(
     tables = load_tables()
     if name is None:
         rows_of_list = [
-            {"table": each, "about": table.grid.about.partition("\n")[0], "takes_data": table.takes_data}
-            for each, table in tables.items()
+            {"table": table_name, "about": table.grid.about.partition("\n")[0], "takes_data": table.takes_data}
+            for table_name, table in tables.items()
         ]
         is_json = format == "json"
         print(msgspec.json.encode(rows_of_list).decode() if is_json else "\n".join(format_catalogue(rows_of_list)))
@@ -199,7 +199,7 @@ def make_result(
 def find_target(
     cell: GridCell, grid: Grid, cells: Sequence[GridCell], runs: Mapping[ComparisonCase, SeedRun]
 ) -> float | None:
-    """Return the target of a cell: of its column, or with `target_row` a share of that row's last value."""
+    """Return the target of a cell's column, or with `target_row` that share of the row's final accuracy."""
     if not grid.target_row or cell.target is None:
         return cell.target
     seed = cell.case.settings.seed
@@ -211,7 +211,7 @@ def find_target(
 
 
 def pick_best_runs(row: GridRow, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the entry of a row with `best_of`: for each seed, the run of these rows with the least `best_by`."""
+    """Return the entry of a row with `best_of`. For each seed the entry has the run with the least `best_by`."""
     candidates = [rows[name] for name in row.best_of]
 
     def find_best(index: int) -> Mapping[str, Any]:
@@ -243,21 +243,20 @@ def judge_claims(grid: Grid, columns: Mapping[str, Mapping[str, Any]]) -> dict[s
                 and (values := compute_claim_values(claim, rows[row], rows.get(baseline)))
             }
             if claim.worst and by_column:
-                by_column = {"": [max(each) for each in zip(*by_column.values(), strict=True)]}
+                by_column = {"": [max(values) for values in zip(*by_column.values(), strict=True)]}
             limits = {"at_most": claim.at_most, "at_least": 0.0 if claim.told else claim.at_least}
             for column, values in by_column.items():
                 name = claim.name.replace("{column}", column).replace("{row}", row)
                 verdict = judge_claim(values, claim.unit, **limits)
-                if any(
-                    misses_target(claim, columns[each][row]) for each in ([column] if column in columns else columns)
-                ):
+                claimed_columns = [column] if column in columns else columns
+                if any(misses_target(claim, columns[claimed_column][row]) for claimed_column in claimed_columns):
                     verdict |= {"verdict": "target not reached with each seed", "reached": False}
                 judged[name] = (claim, verdict)
     return judged
 
 
 def misses_target(claim: ClaimSpec, row: Mapping[str, Any]) -> bool:
-    """Return whether a row has no seconds or joules to the target with some seed, so that its mean is too small."""
+    """Return whether some seed never reached the target, so that the mean of seconds or joules is too small."""
     return claim.value in ("seconds_to", "energy_j_to") and None in row["values"][claim.value]
 
 

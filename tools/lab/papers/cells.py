@@ -72,11 +72,11 @@ def make_cells(
     for seed in seeds:
         for column in columns:
             points = grid.columns[column]
-            written = write_data_sets(points, seed, out)
+            data_set_job = write_data_sets(points, seed, out)
             for name, row in grid.rows.items():
                 if row.best_of:
                     continue
-                job = grid.make_job(points, row, seed, rounds, written)
+                job = grid.make_job(points, row, seed, rounds, data_set_job)
                 with toml.prefix_errors(f"{source}, row {name!r}"):
                     settings.parse_job(job)
                 pretrain = [grid.pretrain, *(point.pretrain for point in points), row.pretrain]
@@ -98,7 +98,7 @@ def make_cells(
 
 
 def write_data_sets(points: Sequence[AxisPoint], seed: int, out: Path) -> dict[str, Any]:
-    """Return the job of `simulate` for the points' data set, or {} without a data set."""
+    """Write the points' data set and return the job of `simulate` for it, or {} without a data set."""
     from fedquilt.tools.lab.papers import data_sets
 
     names = [point.data_set for point in points if point.data_set]
@@ -110,7 +110,8 @@ def make_bundles(
 ) -> list[Path]:
     """Make the bundles of jobs, with pretraining if requested, and return their folders.
 
-    Cached bundles are reused. With `flops`, times and joules are those of a network with so many FLOPs per example.
+    Cached bundles are reused. With `flops`, predicted times and joules are those of a network with so many FLOPs per
+    example.
     """
     todo: dict[Path, tuple[Any, ...]] = {}
     folders = []
@@ -157,7 +158,7 @@ def _copy_with_flops(folder: Path, out: Path, flops: float) -> None:
 
 
 def pretrain_networks(job: dict[str, Any], pretrain: PretrainSettings, folder: Path) -> dict[str, Any]:
-    """Return the job with files of pretrained weights for its [model], or else for each of its donors."""
+    """Return the job with files of pretrained weights, in [model] or without [model] in each donor."""
 
     def write_weights(model: Mapping[str, Any], name: str) -> str:
         file = folder / f"{name}.safetensors"

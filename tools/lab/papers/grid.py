@@ -170,13 +170,13 @@ class Grid(GridStruct, frozen=True):
         row: GridRow,
         seed: int,
         rounds: int | None,
-        written: Mapping[str, Any] = MappingProxyType({}),
+        data_set_job: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, Any]:
         """Return the job of a cell as a table, with `rounds` instead of its own unless the row is `fixed`.
 
-        [job] is merged over `written`, the job of the points' data set.
+        [job] is merged over `data_set_job`, the job of the points' data set.
         """
-        table = merge_tables(written, self.job)
+        table = merge_tables(data_set_job, self.job)
         for point in points:
             table = merge_tables(table, point.job)
             total_rounds = rounds or _get_rounds(table)
@@ -216,8 +216,10 @@ class GridTable:
         axes = self.raw.get("axes", {})
         reasons = {name: self._resolve_each(axis, data)[1] for name, axis in axes.items()}
         for points in itertools.product(*axes.values()):
-            found = [reasons[name][point] for name, point in zip(axes, points, strict=True) if point in reasons[name]]
-            missing |= {", ".join(points): reason for reason in found}
+            point_reasons = [
+                reasons[name][point] for name, point in zip(axes, points, strict=True) if point in reasons[name]
+            ]
+            missing |= {", ".join(points): reason for reason in point_reasons}
         return missing
 
     def _resolve_each(self, entries: Mapping[str, Any], data: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
@@ -287,19 +289,19 @@ def _get_rounds(job: Mapping[str, Any]) -> int:
 
 
 def match_names(kind: str, words: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return the names that the words form. Names may contain commas, at which a command line is divided into words.
+    """Return the names that the words of a command line form. A name with commas is several words.
 
     Raise JobError if a word belongs to no name.
     """
-    known, found, first = set(names), list[str](), 0
+    known_names, matched_names, first = set(names), list[str](), 0
     while first < len(words):
         lasts = range(len(words), first, -1)
         candidates = {last: ", ".join(word.strip() for word in words[first:last]) for last in lasts}
-        last = next((last for last, candidate in candidates.items() if candidate in known), first + 1)
+        last = next((last for last, candidate in candidates.items() if candidate in known_names), first + 1)
         _require_known(kind, [candidates[last]], names)
-        found.append(candidates[last])
+        matched_names.append(candidates[last])
         first = last
-    return found
+    return matched_names
 
 
 def _require_known(kind: str, names: Iterable[str], choices: Iterable[str]) -> None:

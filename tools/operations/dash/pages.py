@@ -140,7 +140,7 @@ async def _load_recent_runs(watcher: HomeWatcher) -> tuple[list[run_follower.Run
 
 
 async def find_start_run(watcher: HomeWatcher) -> str | None:
-    """Return the newest run of a home without devices, which has only simulated runs, or None."""
+    """Return the newest run of a home that has only simulated runs, or None."""
     with contextlib.suppress(FedquiltError):
         if not (await watcher.load_fleet()).device_rows:
             rows = (await watcher.load_runs()).rows

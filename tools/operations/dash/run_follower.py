@@ -224,7 +224,6 @@ def count_outcomes(parts: Mapping[str, round_outcomes.DeviceOutcome], running: b
 def find_round_outcomes(
     events: Iterable[AnyEvent], constants: JobConstants, round: int
 ) -> Mapping[str, round_outcomes.DeviceOutcome] | None:
-    """Return the outcomes of all devices in one round from a run's events, or None without that round."""
     outcomes = round_outcomes.RoundOutcomes(constants)
     for event in events:
         outcomes.apply_event(event)

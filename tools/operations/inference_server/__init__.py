@@ -84,8 +84,6 @@ class _LabelRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class InferenceServer:
-    """HTTP server of predictions of the device's model, which receives true labels."""
-
     def __init__(
         self,
         service: ModelService,

@@ -166,8 +166,8 @@ class ModelService:
     def predict_bytes(self, data: bytes) -> dict[str, Any]:
         """Return the prediction for the example in a file's bytes. Raise DataError for unreadable bytes.
 
-        Tables and .npz files have several examples. For these the result has the model, and all predictions under
-        "answers", and labels in the file are recorded.
+        Tables and .npz files have several examples. Their result has the model, and all predictions under "answers".
+        Their labels are recorded.
         """
         with self._count_refusals():
             network = self._models.current.network
@@ -269,7 +269,7 @@ class ModelService:
             self.swaps += 1
 
     def compute_accuracy(self) -> float | None:
-        """Return the share of right names on the latest labelled examples, or None for numbers or few labels."""
+        """Return the share of right names on the latest labelled examples. None for a regression or too few labels."""
         if self._counts_numbers() or len(self._qualities) < MIN_LABELS:
             return None
         return float(np.mean(self._qualities))
@@ -301,7 +301,7 @@ class ModelService:
             }
 
     def make_health(self) -> dict[str, Any]:
-        """Return the status, features with drift, RMSE by number, refused requests, and the problem in "trouble"."""
+        """Return the status, features with drift, RMSE by number, refused requests, and a problem under "trouble"."""
         status = self.make_status()
         with self._lock:
             distances = {name: round(value, 4) for name, value in self._drift.compute_distances().items() if value}
