@@ -362,9 +362,9 @@ def require_replayed_states(plan: fleet.FleetPlan, found: Sequence[AnyEvent], fo
             total = None
             for device, base in sorted(buffer.items()):
                 sent = update(device, base)
-                if base < event.round and method.aggregation.rebase is not None:
+                if base < event.round and method.aggregation.change is not None:
                     weight = job.cohort.staleness.weight(event.round - base)
-                    sent = method.aggregation.rebase(states[-1], states[base], sent, weight)
+                    sent = method.aggregation.change.scale(states[-1], states[base], sent, weight)
                 total = method.aggregation.fold(states[-1], total, sent)
             states.append(method.step(states[-1], total))
             buffer.clear()

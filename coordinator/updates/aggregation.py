@@ -258,7 +258,8 @@ BaseTensors = Callable[[str], Tensors | None]
 class Aggregator:
     """Aggregation of one round. With `large`, exact partial aggregates stay on disk.
 
-    `rebase` returns an update of an earlier state as an update of the state at the start of the round.
+    `rebase` returns an update of an earlier state as an update of the state at the start of the round, clipped with
+    [privacy].
     """
 
     def __init__(
@@ -343,6 +344,8 @@ class Aggregator:
         """Return the path of the state for folding in other processes, or None if that is not allowed."""
         is_raw_training = self._job.wire.codec == "raw" and "work" in job_state.task_actions
         if not self._is_exact or not is_raw_training or job_state.is_evaluation_round or job_state.is_buffered:
+            return None
+        if self._job.privacy is not None:  # other processes do not clip updates
             return None
         state = job_state.state
         return None if state is None or state.size > WHOLE_BYTES else self._blob_store.verified_path(state.sha256)
