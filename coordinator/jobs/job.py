@@ -99,7 +99,7 @@ class RunningJob:
             row.job.cohort,
             row.job.wire.codec,
             tuple(required_packages(row.job, self.bundle).items()),
-            accepts_sites=row.job.cohort.mode == "synchronous" and row.job.privacy is None,
+            is_private=row.job.privacy is not None,
         )
         self.state: Any = None
         # held-out examples of each class in the latest evaluation outside of rounds

@@ -91,7 +91,7 @@ class JobRequirements(NamedTuple):
     cohort: CohortSettings
     codec: str = "raw"
     plugins: tuple[tuple[str, str], ...] = ()  # (module, fingerprint) pairs of `fedquilt.plugins.required_modules`
-    accepts_sites: bool = True
+    is_private: bool = False  # with [privacy]
 
 
 def ineligibility_code(snapshot: DeviceSnapshot, requirements: JobRequirements) -> str | None:
@@ -112,7 +112,7 @@ def ineligibility_code(snapshot: DeviceSnapshot, requirements: JobRequirements) 
         return "labels"
     if requirements.codec not in profile.codecs:
         return "codec"
-    if not requirements.accepts_sites and profile.site_device_count:
+    if (requirements.is_private or cohort.mode != "synchronous") and profile.site_device_count:
         return "site"
     if (code := _plugin_code(profile, requirements)) is not None or telemetry is None:
         return code

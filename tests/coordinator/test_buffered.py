@@ -400,3 +400,4 @@ def test_a_site_is_not_selected():
     for mode, code in (("buffered", "site"), ("auto", "site"), ("synchronous", None)):
         cohort = settings.CohortSettings(mode=mode, size=2)  # type: ignore[arg-type]
         assert ineligibility_code(snapshot, JobRequirements(("numpy",), cohort)) == code
+        assert ineligibility_code(snapshot, JobRequirements(("numpy",), cohort, is_private=True)) == "site"

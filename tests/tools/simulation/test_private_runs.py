@@ -18,6 +18,8 @@ from fedquilt.arrays import tensors
 from fedquilt.coordinator.rounds.events import JobEnded, PrivacyPlanned, RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.rounds.privacy import compute_epsilon
 from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.views import event_messages
+from fedquilt.coordinator.views.run_summary import summarise_events
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.tools.simulation import run
 
@@ -115,6 +117,19 @@ def test_a_resumed_run_repeats_its_noise_and_forgets_nothing(fleet: Fleet) -> No
         spent = [commit.spent_epsilon for commit in read_events(run_of, RoundCommitted)]
         assert len(spent) == commits
         assert spent[-1] == pytest.approx(PRIVACY["epsilon"], rel=0.01)
+
+
+def test_the_spent_epsilon_is_shown_for_private_jobs_only(fleet: Fleet) -> None:
+    for home, privacy, shown in (("private", PRIVACY, "4"), ("plain", None, None)):
+        simulation, _ = play(fleet, home, {}, privacy=privacy)
+        with Store(fleet.place / home) as store:
+            row = event_messages.summarise_run(store.find_job(simulation.run), store)
+            summary = summarise_events(simulation.job, store.read_events(simulation.run))
+        head, line = event_messages.format_runs([row])
+        assert ("epsilon" in head.split()) == (shown is not None)
+        assert (shown in line.split()) == (shown is not None)
+        status = event_messages.format_status(summary, summary.state)[1]
+        assert ("epsilon 4 of 4 spent, at delta 0.0001" in status) == (shown is not None)
 
 
 def test_two_runs_with_one_secret_have_the_same_bits(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
