@@ -396,8 +396,7 @@ class RunningJob:
     def _compute_commit(self, job_state: JobState, now_s: float) -> CommitResult:
         state = self.state
         if "work" in job_state.task_actions:
-            total = self.aggregator.take_aggregate(job_state)
-            total = total if self._private_sums is None else self._private_sums.add_noise(job_state, total)
+            total = self.aggregator.take_aggregate(job_state, self._private_sums)
             state = self._active_method.step(state, total)
             validation.require_finite_state(state, tuple(sorted(job_state.accepted_updates)))
         open_versions = map(job_state.task_version, job_state.pending_devices)

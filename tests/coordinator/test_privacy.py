@@ -12,6 +12,8 @@ from job_facts import apply_events, committed, started_state, update
 from msgspec.structs import replace
 
 from fedquilt import methods
+from fedquilt.arrays import exact_sums
+from fedquilt.arrays.disk_arrays import ScratchFile
 from fedquilt.coordinator import privacy_settings, settings
 from fedquilt.coordinator.privacy_settings import PrivacySettings
 from fedquilt.coordinator.rounds import privacy
@@ -206,6 +208,24 @@ def test_the_noise_is_standard_normal():
         assert (abs(values) < limit).mean() == pytest.approx(share, abs=0.005)
     halves = values[:100_000], values[100_001:]
     assert abs(np.corrcoef(*halves)[0, 1]) < 5 / math.sqrt(100_000)
+
+
+def test_sums_on_the_disk_get_the_same_noise(tmp_path):
+    total = {"w": exact_sums.add_to_sum(None, np.arange(100_000.0)), "b": exact_sums.add_to_sum(None, np.ones(3))}
+    sums = exact_sums.WeightedSums(total, exact_sums.ExactScalar((2.0,)))
+
+    def draw(name, shape):
+        return draw_gaussian(name.encode(), math.prod(shape)).reshape(shape)
+
+    with exact_sums.sums_on_disk(ScratchFile(tmp_path, min_entries=1)):
+        on_disk = exact_sums.copy_accumulator(sums).with_noise(draw)
+    in_memory = exact_sums.copy_accumulator(sums).with_noise(draw)
+    assert on_disk.weight == in_memory.weight == 2
+    for name, noise in (("w", draw("w", (100_000,))), ("b", draw("b", (3,)))):
+        np.testing.assert_array_equal(on_disk.total[name].rounded_value(), in_memory.total[name].rounded_value())
+        np.testing.assert_allclose(
+            in_memory.total[name].rounded_value() - sums.total[name].rounded_value(), noise, atol=1e-9
+        )
 
 
 def measure_epsilon(deviation_share: float) -> float:
