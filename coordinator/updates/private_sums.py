@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ class PrivateSums:
         """Return an update with weight 1 and a change of norm `clip` at most, or raise UpdateError."""
         if has_site_bundles(update.bundles):
             raise UpdateError("[privacy] takes the updates of devices only, not those of a site")
-        update = DeviceUpdate(update.device, update.round, 1.0, update.metrics, update.bundles)
+        update = replace(update, weight=1.0)
         self._aggregation.require_valid_update(state, update)
         assert self._change.norm is not None
         norm = self._change.norm(state, update)
