@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from fedquilt import methods, metrics, plugins
 from fedquilt.console import units
+from fedquilt.coordinator import privacy_settings
 from fedquilt.core import CODECS, Bundle, Encoding, JobError, Method, Name, SiteRight
 from fedquilt.costs import peak_memory
 from fedquilt.costs.cost_model import LinkCost
@@ -191,6 +192,7 @@ class JobSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop: JobLimits = JobLimits()
     check: EvaluationSettings = EvaluationSettings()
     personal: PersonalSettings = PersonalSettings()
+    privacy: privacy_settings.PrivacySettings | None = None
     trigger: DriftTrigger | None = None  # condition that starts runs of the job
     fleet: FleetSettings = FleetSettings()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
@@ -239,6 +241,7 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
         raise JobError(f'[personal] prior = "auto" needs classes, but task = {task!r}: set "off"')
     require_energy_deadline(job.cohort)
     require_buffered_settings(job, method)
+    privacy_settings.require_private_settings(job, method)
     require_evaluations(job)
     if job.trigger is not None:
         _ = job.trigger.share, job.trigger.pause_s
@@ -299,7 +302,7 @@ def require_buffered_settings(job: JobSettings, method: Method) -> None:
     for problem, is_present in problems.items():
         if is_present:
             raise JobError(f'[cohort] mode = "{cohort.mode}" {problem}')
-    if method.aggregation.rebase is None:
+    if method.aggregation.change is None:
         raise JobError(
             f'[cohort] mode = "{cohort.mode}": {job.method} combines only updates of one state; take a method that can '
             "apply an update of an earlier state, such as fedavg, fedprox, fedopt, fedsq or genefl"
@@ -536,7 +539,7 @@ def create_initial_state(job: JobSettings, bundle: Bundle, method: Method | None
             f'engine = "numpy" trains only {NUMPY_TRAINS!r} networks, and [model] is {network.get("name")!r}: remove '
             "the line, so that devices train with torch"
         )
-    return method.init(bundle, parse_params(job), job.seed)
+    return privacy_settings.require_private_network(job, method, method.init(bundle, parse_params(job), job.seed))
 
 
 def required_packages(job: JobSettings, bundle: Bundle) -> dict[str, str]:

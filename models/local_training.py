@@ -44,6 +44,20 @@ class NetworkState:
         return NetworkState(self.params, self.network, dict(model), self.flops, self.example_bytes, layers=self.layers)
 
 
+def change_norm(state: NetworkState, update: core.DeviceUpdate) -> float:
+    """Return the norm of the difference between an update's model and the state's."""
+    squares = (
+        float(np.square(np.asarray(value, np.float64) - state.model[name]).sum())
+        for name, value in update.bundles["model"].items()
+    )
+    return math.sqrt(math.fsum(squares))
+
+
+def unprotected_names(state: NetworkState) -> list[str]:
+    """Return the names of the model's counters and running statistics, which noise would make useless."""
+    return sorted(state.model.keys() - set(state.trained_names()))
+
+
 def rebase_model(
     state: NetworkState, earlier: NetworkState, update: core.DeviceUpdate, weight: float
 ) -> core.DeviceUpdate:

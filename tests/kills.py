@@ -11,7 +11,7 @@ until there were enough kills. Afterwards, for each:
 
 - the job is done, and no board that was asked in a round is without an update that was counted there, once;
 - each round's state has the bits that it has in one process on virtual time, with the same boards in each round, or
-  in buffered mode the bits that the method's functions give for the recorded events;
+  in buffered mode and with [privacy] the bits that the method's functions give for the recorded events;
 - each board's private state and the state with the best evaluation likewise.
 """
 
@@ -51,9 +51,10 @@ from fedquilt.coordinator.rounds.events import (
     UpdateAccepted,
     UpdateLost,
 )
-from fedquilt.coordinator.rounds.job_state import JobState
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.storage.rows import is_served
 from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.updates.private_sums import PrivateSums
 from fedquilt.core import DeviceUpdate, DeviceView, seed_deriver
 from fedquilt.edge_agent import engines
 from fedquilt.formats import toml
@@ -88,6 +89,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # method -> network, and how l
             "params": {"lr": 0.01, "batch": 8, "epochs": 150},
             "cohort": {"mode": "buffered", "size": 2, "start_devices": DEVICES},
             "check": {"every": 0},
+        },
+    ),
+    "private": (
+        "perceptron",
+        {
+            "method": "fedprox",
+            "engine": "numpy",
+            "params": {"lr": 0.01, "batch": 8, "epochs": 150},
+            "check": {"every": 0},
+            "privacy": {"epsilon": 8.0, "delta": 1e-3, "clip": 1.0},
         },
     ),
     "ditto": ("perceptron", {"engine": "numpy", "params": {"lr": 0.01, "batch": 8, "epochs": 80}}),  # likewise
@@ -291,8 +302,10 @@ class Campaign:
         if not isinstance(last, JobEnded) or last.status != "done":
             raise LostError(f"the job has not been done: {last}")
         self.partial = 0
-        if self.plan.job.cohort.mode == "buffered":
-            return require_replayed_states(self.plan, found, self.folder)
+        if self.plan.job.cohort.mode == "buffered" or self.plan.job.privacy is not None:
+            with Store(self._home) as store:
+                secret = store.load_or_create_secret(store.find_job("kills").id)
+            return require_replayed_states(self.plan, found, self.folder, secret)
         cohorts: list[frozenset[str]] = []
         for event in found:
             if isinstance(event, RoundCommitted):
@@ -327,8 +340,8 @@ class Campaign:
         return self._log.read_text(errors="replace")[-3000:]
 
 
-def require_replayed_states(plan: fleet.FleetPlan, found: Sequence[AnyEvent], folder: Path) -> None:
-    """Compute the states of a buffered job from its events and the method's functions, and compare them.
+def require_replayed_states(plan: fleet.FleetPlan, found: Sequence[AnyEvent], folder: Path, secret: bytes) -> None:
+    """Compute the states of a job from its events, the method's functions and the secret, and compare them.
 
     Raises:
         LostError: a state differs, or an update counts twice.
@@ -337,6 +350,7 @@ def require_replayed_states(plan: fleet.FleetPlan, found: Sequence[AnyEvent], fo
     members = {member.device: member for member in plan.load_devices()[0]}
     engine = engines.create_engine("numpy", 1 << 30)
     states = [settings.create_initial_state(job, load_bundle(plan.bundle), method)]
+    job_state, private_sums = JobState(JobConstants.from_job(job)), PrivateSums.from_job(job, method, lambda: secret)
     counted, buffer = set[tuple[str, int]](), dict[str, int]()
 
     def update(device: str, base: int) -> DeviceUpdate:
@@ -362,14 +376,17 @@ def require_replayed_states(plan: fleet.FleetPlan, found: Sequence[AnyEvent], fo
             total = None
             for device, base in sorted(buffer.items()):
                 sent = update(device, base)
-                if base < event.round and method.aggregation.rebase is not None:
+                if base < event.round and method.aggregation.change is not None:
                     weight = job.cohort.staleness.weight(event.round - base)
-                    sent = method.aggregation.rebase(states[-1], states[base], sent, weight)
+                    sent = method.aggregation.change.scale(states[-1], states[base], sent, weight)
+                sent = sent if private_sums is None else private_sums.clip_update(states[-1], sent)
                 total = method.aggregation.fold(states[-1], total, sent)
+            total = total if private_sums is None else private_sums.add_noise(job_state, total)
             states.append(method.step(states[-1], total))
             buffer.clear()
             if hashlib.sha256(tensors.pack_state(states[-1])).hexdigest() != event.state.sha256:
                 raise LostError(f"the state of round {event.round} is another one than its events give")
+        job_state = apply_event(job_state, event, 0.0)
 
 
 def calm(plan: fleet.FleetPlan, cohorts: Sequence[Collection[str]]) -> tuple[str, list[AnyEvent]]:

@@ -19,13 +19,13 @@ from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.device_columns import ELIGIBLE, NEVER, CostColumn, DeviceSet
 from fedquilt.coordinator.fleet.registry import DeviceRegistry
-from fedquilt.coordinator.rounds import decisions, events
+from fedquilt.coordinator.rounds import decisions, events, privacy
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
 from fedquilt.coordinator.rounds.decisions import restart_event, to_process_clock
 from fedquilt.coordinator.rounds.job_limits import describe_unmetered_tasks
 from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, TaskVersion, apply_event
 from fedquilt.coordinator.rounds.responses import UpdateValidated
-from fedquilt.coordinator.rounds.selection import BUSY, SHARE, DeviceSnapshot, JobRequirements
+from fedquilt.coordinator.rounds.selection import BUSY, SHARE, SPENT, DeviceSnapshot, JobRequirements
 from fedquilt.coordinator.settings import require_matching_bundle, required_packages
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.updates import job_blobs, tasks, validation
@@ -42,6 +42,7 @@ from fedquilt.coordinator.updates.aggregation import (
     total_blob_bytes,
 )
 from fedquilt.coordinator.updates.job_blobs import CommitResult, EarlierStates, EncodedBundles, LoadedState, ModelStates
+from fedquilt.coordinator.updates.private_sums import PrivateSums
 from fedquilt.core import (
     Action,
     BlobRef,
@@ -92,8 +93,13 @@ class RunningJob:
             row.id, row.job, method, self.bundle, row.bundle, store.blob_store, large_bytes
         )
         self._earlier_states = EarlierStates(method, self._model_states)
+        self._private_sums = PrivateSums.from_job(row.job, method, lambda: store.load_or_create_secret(row.id))
         self.requirements = JobRequirements(
-            self.engines, row.job.cohort, row.job.wire.codec, tuple(required_packages(row.job, self.bundle).items())
+            self.engines,
+            row.job.cohort,
+            row.job.wire.codec,
+            tuple(required_packages(row.job, self.bundle).items()),
+            is_private=row.job.privacy is not None,
         )
         self.state: Any = None
         # held-out examples of each class in the latest evaluation outside of rounds
@@ -391,7 +397,8 @@ class RunningJob:
     def _compute_commit(self, job_state: JobState, now_s: float) -> CommitResult:
         state = self.state
         if "work" in job_state.task_actions:
-            state = self._active_method.step(state, self.aggregator.take_aggregate(job_state))
+            total = self.aggregator.take_aggregate(job_state, self._private_sums)
+            state = self._active_method.step(state, total)
             validation.require_finite_state(state, tuple(sorted(job_state.accepted_updates)))
         open_versions = map(job_state.task_version, job_state.pending_devices)
         earlier_states = {version.state for version in open_versions if version.state is not None}
@@ -424,6 +431,7 @@ class RunningJob:
             best=new_best is not None and new_best.state == job_state.state,
             warnings=tuple(filter(None, warnings)),
             earlier_states=tuple(sorted(earlier_states, key=lambda ref: ref.sha256)),
+            spent_epsilon=privacy.spent_epsilon_after_round(job_state),
         )
         del state  # free the memory before the stored state is loaded
         state = self._model_states.load_state(event.state, job_state.round, can_recreate=True)
@@ -467,7 +475,8 @@ class RunningJob:
         )
 
     def _rebase_update(self, update: DeviceUpdate) -> DeviceUpdate:
-        return self._earlier_states.rebase_update(update, self.state, self.job_state)
+        update = self._earlier_states.rebase_update(update, self.state, self.job_state)
+        return update if self._private_sums is None else self._private_sums.clip_update(self.state, update)
 
     def _task_spec_for_device(self, device: str, profile: Profile | None) -> TaskSpec | None:
         view, method = self._view_device(device, profile), self._active_method
@@ -537,6 +546,8 @@ def decide_next_event(
     free = labels.devices_with(ELIGIBLE)
     if devices_to_skip := decisions.devices_to_skip(job.job_state, free, workload_of, registry.agent_start_key):
         labels, free = labels.with_values(devices_to_skip), free - devices_to_skip
+    if spent_devices := privacy.devices_without_budget(job.job_state, free - working_devices):
+        labels, free = labels.with_values(dict.fromkeys(spent_devices, SPENT)), free - spent_devices
     busy_devices = {device for device in busy if device in free}.difference(working_devices)
     unleased = free - busy_devices
     held = decisions.devices_to_hold(job.job_state, unleased - working_devices, working_devices, now_s)

@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 from msgspec.structs import replace
 
 from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, DeviceSet, LabelColumn
-from fedquilt.coordinator.rounds import buffering, deadline
+from fedquilt.coordinator.rounds import buffering, deadline, privacy
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
@@ -318,7 +318,8 @@ def _decide_selecting_phase(
         if state.is_work_done and (
             state.is_final_evaluation_done or not constants.check_every or constants.check_beside
         ):
-            return JobEnded("done", describe_unmetered_tasks(constants.stop, state.usage) or "")
+            notes = describe_unmetered_tasks(constants.stop, state.usage), privacy.describe_spent_budget(state)
+            return JobEnded("done", "; ".join(filter(None, notes)))
         if state.reached_limit is not None:
             return JobEnded("done", state.reached_limit)
     if is_mode_open(state) and online_devices:
@@ -330,8 +331,14 @@ def _decide_selecting_phase(
         return ModeChosen(state.round, choice.mode, choice.reason)
     if outdated_devices := _devices_with_outdated_tasks(state):
         return TasksCancelled(state.round, outdated_devices, "staleness")
+    if privacy.is_budget_spent(
+        state, online_devices, max(minimum_devices_to_start(state), quorum(state, state.cohort_size))
+    ):
+        return JobEnded("done", f"privacy budget spent: {privacy.describe_spent_budget(state)}")
     if len(online_devices) < minimum_devices_to_start(state):
         return None
+    if constants.privacy is not None and state.privacy_plan is None:
+        return privacy.plan_noise(state, len(online_devices))
     working_devices = state.pending_devices - busy_devices
     free_devices = online_devices - (
         state.accepted_updates.keys() | state.decline_reasons.keys() | busy_devices | working_devices | held_devices

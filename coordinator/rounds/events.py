@@ -35,6 +35,7 @@ TRANSITIONS: Final[Mapping[str, Mapping[Phase, tuple[Phase, ...]]]] = {
     "NoteRecorded": {"new": ("new",), "stopped": ("stopped",), "failed": ("failed",)},  # before the start or a resume
     "JobStarted": {"new": ("selecting",), "stopped": ("stopped",), "failed": ("failed",)},
     "ModeChosen": {"selecting": ("selecting",)},
+    "PrivacyPlanned": {"selecting": ("selecting",)},
     "EligibilityRecorded": {"selecting": ("selecting",), "open": ("open",)},
     "CohortSelected": {"selecting": ("open",), "open": ("open",)},
     "TaskDeclined": _BETWEEN_ROUNDS,
@@ -83,6 +84,15 @@ class ModeChosen(Event, frozen=True):
     round: int
     mode: Mode
     reason: str
+
+
+class PrivacyPlanned(Event, frozen=True):
+    """Choice of the noise of a job with [privacy], before its first round."""
+
+    round: int
+    devices: int  # number of devices that can take part
+    contributions: int  # largest number of a device's updates that are aggregated
+    noise_multiplier: float  # standard deviation of the noise on the sum of changes, in units of [privacy] clip
 
 
 class EligibilityRecorded(Event, frozen=True):
@@ -195,6 +205,7 @@ class RoundCommitted(Event, frozen=True):
     best: bool = False  # whether that evaluation is the best so far
     warnings: tuple[str, ...] = ()  # of the coordinator
     earlier_states: tuple[BlobRef, ...] = ()  # states on which devices still work, in buffered mode
+    spent_epsilon: float | None = None  # of [privacy] epsilon, this round included
 
 
 class JobEnded(Event, frozen=True, omit_defaults=True):
@@ -231,5 +242,5 @@ _AttemptEvent = (
     | RoundRetried
     | AttemptResumed
 )
-_RoundEvent = _AttemptEvent | ModeChosen | RoundClosed | RoundCommitted
+_RoundEvent = _AttemptEvent | ModeChosen | PrivacyPlanned | RoundClosed | RoundCommitted
 AnyEvent = NoteRecorded | JobStarted | _RoundEvent | JobEnded | JobResumed

@@ -16,6 +16,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from fedquilt.coordinator.device_columns import ELIGIBLE, NEVER, CostColumn, LabelColumn, RoundBitmap, RoundColumn
+from fedquilt.coordinator.privacy_settings import PrivacySettings
 from fedquilt.coordinator.rounds import deadline, events
 from fedquilt.coordinator.rounds.buffering import MAX_SELECTIONS, Backoff, Mode
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
@@ -48,11 +49,14 @@ class JobConstants(msgspec.Struct, frozen=True):
     stop: JobLimits = JobLimits()
     check_beside: bool = False  # the coordinator's process evaluates, not the devices
     class_priors: bool = False  # devices also evaluate with class priors
+    privacy: PrivacySettings | None = None
 
     @staticmethod
     def from_job(job: JobSettings) -> JobConstants:
         priors = job.personal.prior == "auto"
-        return JobConstants(job.seed, job.rounds, job.cohort, job.check.every, job.stop, job.check.beside, priors)
+        return JobConstants(
+            job.seed, job.rounds, job.cohort, job.check.every, job.stop, job.check.beside, priors, job.privacy
+        )
 
 
 class TaskVersion(msgspec.Struct, frozen=True):
@@ -110,6 +114,8 @@ class JobState(msgspec.Struct, frozen=True):
     evaluation_rounds: RoundBitmap = NEVER
     class_counts: tuple[int, ...] = ()  # held-out examples of each class in the last evaluation
     reason: str = ""
+    privacy_plan: events.PrivacyPlanned | None = None
+    spent_epsilon: float = 0.0  # of [privacy] epsilon
     # buffered mode: device -> its task of an earlier round, which is open or whose update this round has accepted
     earlier_versions: Mapping[str, TaskVersion] = field(default_factory=dict)
     earlier_states: tuple[BlobRef, ...] = ()  # states of `RoundCommitted` on which devices still worked
@@ -131,6 +137,9 @@ class JobState(msgspec.Struct, frozen=True):
     @property
     def draw(self) -> CohortDraw:
         constants = self.constants
+        if constants.privacy is not None:  # the devices with the fewest contributions precede all others
+            contributions = RoundColumn({device: len(rounds) for device, rounds in self.history.items()})
+            return CohortDraw(constants.seed, self.round, self.costs, contributions, turns=0.0)
         return CohortDraw(constants.seed, self.round, self.costs, self.last_selected_rounds, constants.cohort.turns)
 
     @property
@@ -303,6 +312,8 @@ def _apply_allowed_event(state: JobState, event: events.AnyEvent, now_s: float) 
             return state
         case events.ModeChosen(mode=mode):
             return replace(state, chosen_mode=mode)
+        case events.PrivacyPlanned():
+            return replace(state, privacy_plan=event)
         case events.EligibilityRecorded():
             return _apply_eligibility(state, event)
         case events.JobResumed():
@@ -513,6 +524,7 @@ def _apply_round_committed(state: JobState, event: events.RoundCommitted, now_s:
         pending_devices=state.pending_devices,
         earlier_versions={device: state.task_version(device) for device in state.pending_devices},
         earlier_states=event.earlier_states,
+        spent_epsilon=event.spent_epsilon or state.spent_epsilon,
         round_started_s=now_s,
         state=event.state,
         history={**state.history, **histories},

@@ -34,6 +34,7 @@ from fedquilt.wire import Telemetry
 BUSY: Final = "busy"  # BUSY and SHARE depend on other jobs, and are set by `jobs.job.decide_next_event`
 SHARE: Final = "share"
 REMOVED: Final = "removed"
+SPENT: Final = "privacy"
 REASONS: Final[Mapping[str, str]] = {
     "offline": "offline",
     REMOVED: "removed from the fleet",
@@ -44,10 +45,11 @@ REASONS: Final[Mapping[str, str]] = {
     "engine": "has no engine for the job's method, or the engine refused the task",
     "codec": "does not support the codec of [wire]: update fedquilt on the device",
     "plugin": "lacks a package that the job needs, or has another version of it",
-    "site": 'is a site, and [cohort] mode "buffered" or "auto" takes the updates of devices only',
+    "site": 'is a site, and [privacy] or [cohort] mode "buffered" or "auto" takes the updates of devices only',
     "ahead": 'waits for slower devices ([cohort] fair = "contributions")',
     "outdated": "did not finish its task within [cohort] staleness.max commits: can be selected again later",
     "unneeded": "would submit its update after the end of the job",
+    SPENT: "has contributed as many updates as [privacy] epsilon allows",
     "battery": "has less battery charge than [cohort] min_battery, and is not charging",
     "hot": "is hotter than [cohort] max_temperature_c",
     "full": "has a full disk: free disk space on the device",
@@ -89,6 +91,7 @@ class JobRequirements(NamedTuple):
     cohort: CohortSettings
     codec: str = "raw"
     plugins: tuple[tuple[str, str], ...] = ()  # (module, fingerprint) pairs of `fedquilt.plugins.required_modules`
+    is_private: bool = False  # with [privacy]
 
 
 def ineligibility_code(snapshot: DeviceSnapshot, requirements: JobRequirements) -> str | None:
@@ -109,7 +112,7 @@ def ineligibility_code(snapshot: DeviceSnapshot, requirements: JobRequirements) 
         return "labels"
     if requirements.codec not in profile.codecs:
         return "codec"
-    if cohort.mode != "synchronous" and profile.site_device_count:
+    if (requirements.is_private or cohort.mode != "synchronous") and profile.site_device_count:
         return "site"
     if (code := _plugin_code(profile, requirements)) is not None or telemetry is None:
         return code

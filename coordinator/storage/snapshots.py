@@ -25,7 +25,7 @@ from fedquilt.coordinator.storage.rows import DamagedRunError, IndexedLog, check
 from fedquilt.core import DECODE_ERRORS, StoreError, Update
 from fedquilt.host.logs import log_ids
 
-STATE_VERSION: Final = 14  # to be raised whenever the same events give another state or another type
+STATE_VERSION: Final = 15  # to be raised whenever the same events give another state or another type
 VERSION: Final = f"{__version__} {STATE_VERSION}"
 EVENTS_PER_SNAPSHOT: Final = 1000  # events between two snapshots, plus one for each device
 

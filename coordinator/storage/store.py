@@ -48,10 +48,11 @@ from fedquilt.core import DECODE_ERRORS, JobError, StoreError, Update
 from fedquilt.formats import toml
 from fedquilt.host.disk import PRIVATE, REAL, Disk, Lock
 
-VERSION: Final = 7  # version of the tables and of the events in them
+VERSION: Final = 8  # version of the tables and of the events in them
 INTEGRITY_CHECK_S: Final = 0.5  # time limit of the integrity check when a database is opened
 JOBS: Final = rows.SCHEMA.format(table="jobs", facts="facts")
 _SCHEMA: Final = """
+create table if not exists secrets (job text primary key, secret blob not null);
 create table if not exists counters (name text primary key, value integer not null, sum blob not null);
 -- events whose JSON can be queried: a damaged event is empty
 create view if not exists sound as
@@ -102,6 +103,7 @@ def _find_integrity_errors(db: sqlite3.Connection, limit_s: float) -> list[str]:
 
 
 LOCK_TRIES: Final = 10
+SECRET_BYTES: Final = 32
 ARMED: Final = "armed"  # starts further runs when its [trigger] fires
 UNAPPROVED: Final = "waiting for approval"
 UNDER_WAY: Final = ("queued", "running")
@@ -316,7 +318,7 @@ class Store:
             self.require_inactive(ids)
             deleted = [id for id in ids if not only_ended or self.stored_status(id) not in UNENDED]
             for id in deleted:
-                for table in ("facts", "snapshots", "suspended"):
+                for table in ("facts", "snapshots", "suspended", "secrets"):
                     self._db.execute(f"delete from {table} where job = ?", (id,))  # noqa: S608
                 self._db.execute("delete from jobs where id = ?", (id,))
         return deleted
@@ -328,6 +330,12 @@ class Store:
             if is_served_elsewhere and (status := self.stored_status(id)) in UNENDED:
                 hint = f"stop it first: `fedquilt stop {id} --home {self.home}`"
                 raise JobError(f"{id} is {status}: {'wait until it has stopped' if status == 'stopping' else hint}")
+
+    def load_or_create_secret(self, id: str) -> bytes:
+        """Return the random bytes of a job, which no log, export or message contains."""
+        with self.open_transaction():
+            self._db.execute("insert or ignore into secrets values (?, ?)", (id, os.urandom(SECRET_BYTES)))
+            return bytes(self._db.execute("select secret from secrets where job = ?", (id,)).fetchone()[0])
 
     def mark_running(self, id: str) -> None:
         """Record this coordinator's epoch, end a suspension and, unless a stop is requested, set "running"."""

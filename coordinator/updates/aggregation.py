@@ -31,6 +31,7 @@ from fedquilt.coordinator.rounds.job_state import JobState
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.updates import job_blobs, sites, validation
 from fedquilt.coordinator.updates.job_blobs import WHOLE_BYTES
+from fedquilt.coordinator.updates.private_sums import PrivateSums
 from fedquilt.core import (
     BlobRef,
     DeviceUpdate,
@@ -258,7 +259,8 @@ BaseTensors = Callable[[str], Tensors | None]
 class Aggregator:
     """Aggregation of one round. With `large`, exact partial aggregates stay on disk.
 
-    `rebase` returns an update of an earlier state as an update of the state at the start of the round.
+    `rebase` returns an update of an earlier state as an update of the state at the start of the round, clipped with
+    [privacy].
     """
 
     def __init__(
@@ -343,6 +345,8 @@ class Aggregator:
         """Return the path of the state for folding in other processes, or None if that is not allowed."""
         is_raw_training = self._job.wire.codec == "raw" and "work" in job_state.task_actions
         if not self._is_exact or not is_raw_training or job_state.is_evaluation_round or job_state.is_buffered:
+            return None
+        if self._job.privacy is not None:  # other processes do not clip updates
             return None
         state = job_state.state
         return None if state is None or state.size > WHOLE_BYTES else self._blob_store.verified_path(state.sha256)
@@ -438,13 +442,16 @@ class Aggregator:
         own_bytes = tensors.total_bytes([tensors.split_state(self._partial_aggregate.total)[0]]) if new_bytes else 0
         return new_bytes > 0 and new_bytes >= stored_at * own_bytes
 
-    def take_aggregate(self, job_state: JobState) -> Any:
-        """Fold the remaining updates, then return and release the aggregate of a closed round."""
+    def take_aggregate(self, job_state: JobState, private_sums: PrivateSums | None = None) -> Any:
+        """Fold the remaining updates, then return and release the aggregate of a closed round, with any noise."""
         if self._are_devices_interleaved(job_state):
             total = self._fold_in_device_order(job_state.accepted_updates)
         else:
             self._fold_pending(job_state)
             total = self._partial_aggregate.total
+        if private_sums is not None:
+            with exact_sums.sums_on_disk(self._scratch_file() if self.large and self._is_exact else None):
+                total = private_sums.add_noise(job_state, total)
         self._partial_aggregate = self._new_partial_aggregate()
         if self.large:
             process_resources.release_freed_memory()  # memory for the new state

@@ -361,13 +361,13 @@ class EarlierStates:
         Raises:
             UpdateError: If the update is invalid in its own state.
         """
-        version, rebase = job_state.earlier_versions.get(update.device), self._method.aggregation.rebase
-        if version is None or rebase is None:
+        version, change = job_state.earlier_versions.get(update.device), self._method.aggregation.change
+        if version is None or change is None:
             return update
         earlier_state = self._load_state(version)
         self._method.aggregation.require_valid_update(earlier_state, update)
         weight = job_state.constants.cohort.staleness.weight(job_state.round - version.round)
-        return rebase(state, earlier_state, update, weight)
+        return change.scale(state, earlier_state, update, weight)
 
     def _load_state(self, version: TaskVersion) -> Any:
         assert version.state is not None

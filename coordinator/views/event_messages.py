@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from fedquilt import metrics
 from fedquilt.console import table, units
-from fedquilt.coordinator.rounds import events, selection
+from fedquilt.coordinator.rounds import events, privacy, selection
 from fedquilt.coordinator.rounds.job_state import JobState
 from fedquilt.coordinator.storage.rows import UnreadableRow
 from fedquilt.coordinator.storage.store import UNAPPROVED, Store, StoredJob
@@ -48,7 +48,9 @@ def format_status(summary: RunSummary, state: JobState) -> list[str]:
         devices = [f"{len(state.accepted_updates)} of {state.cohort_size} updates{age}"]
     devices += [f"{len(state.pending_devices)} at work"] if state.pending_devices else []
     devices += [f"declined: {selection.format_by_reason(state.decline_reasons, 3)}"] if state.decline_reasons else []
-    return [round_text, ", ".join([*energy_parts, f"{units.format_bytes(usage.bytes)} so far"]), ", ".join(devices)]
+    costs = [*energy_parts, f"{units.format_bytes(usage.bytes)} so far"]
+    costs += filter(None, [privacy.describe_spent_budget(state)])
+    return [round_text, ", ".join(costs), ", ".join(devices)]
 
 
 def is_evaluation_due(state: JobState) -> bool:
@@ -132,6 +134,10 @@ def _describe_event(event: events.AnyEvent, name: str) -> list[str]:
             return ["started"]
         case events.ModeChosen(mode=mode, reason=reason):
             return [f"{mode} rounds: {reason}"]
+        case events.PrivacyPlanned():
+            limit = f"{event.contributions} {'update' if event.contributions == 1 else 'updates'}"
+            noise = f"the noise on their sum is {event.noise_multiplier:g} times [privacy] clip"
+            return [f"privacy: at most {limit} of each of {event.devices} devices count, and {noise}"]
         case events.EligibilityRecorded():
             ineligible_parts = [
                 f"{', '.join(devices)}: {selection.reason_text(c)}" for c, devices in event.ineligible.items()
@@ -227,6 +233,7 @@ def _describe_commit(
         if evaluation_parts:
             timing = "at the start" if not event.round else f"after round {event.round}"
             parts.append(f"{timing}: {', '.join(evaluation_parts)}")
+        parts += [] if event.spent_epsilon is None else [f"epsilon {event.spent_epsilon:.3g} spent"]
         lines = [f"round {event.round + 1}: {'; '.join(parts)}"]
     return [*lines, *event.notes, *event.warnings]
 
@@ -339,6 +346,7 @@ def summarise_run(row: StoredJob | UnreadableRow, store: Store, bytes_by_run: Ma
         "held_out": results.get("held_out"),
         "test": results.get("test"),
         "began": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.created)),
+        "epsilon": None if summary is None else summary.spent_epsilon,
         "problem": problem,
         "energy_j": cost.energy_j,
         "net_j": cost.net_j,
@@ -367,12 +375,14 @@ STATUS_COLOURS: Final = {
 def format_runs(rows: Sequence[dict[str, Any]], width: int | None = None) -> list[str]:
     readable = [row for row in rows if row["problem"] is None]
     result_names = ["held_out", "test"] if any(row["test"] for row in readable) else ["held_out"]
+    has_privacy = any(row["epsilon"] is not None for row in readable)
     cells = [
         [
             row["run"],
             row["status"],
             f"{row['rounds']}/{row['of']}",
             *((row[name] or "-").removeprefix("accuracy ") for name in result_names),
+            *(["-" if row["epsilon"] is None else f"{row['epsilon']:.3g}"] if has_privacy else []),
             units.format_bytes(row["bytes"]),
         ]
         for row in readable
@@ -380,11 +390,11 @@ def format_runs(rows: Sequence[dict[str, Any]], width: int | None = None) -> lis
     problem_lines = [
         "{run}  {status}  cannot be read: {problem}".format(**row) for row in rows if row["problem"] is not None
     ]
-    titles = [name.replace("_", "-") for name in result_names]
+    titles = [*(name.replace("_", "-") for name in result_names), *(["epsilon"] if has_privacy else [])]
     head = [["run", "status", "rounds", *titles, "disk"]] if readable else []
     wait_lines = [f"{row['run']} waits for {row['waits']}" for row in readable if row["waits"]]
     return [
-        *table.format_table([*head, *cells], f"<<{'>' * (2 + len(result_names))}", width, STATUS_COLOURS),
+        *table.format_table([*head, *cells], f"<<{'>' * (2 + len(titles))}", width, STATUS_COLOURS),
         *problem_lines,
         *wait_lines,
     ]

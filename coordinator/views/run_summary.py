@@ -298,6 +298,10 @@ class RunSummary(msgspec.Struct, frozen=True):
         """Number of committed rounds, without evaluation rounds and the final evaluation."""
         return sum(summary.is_work for summary in self.committed_rounds())
 
+    @property
+    def spent_epsilon(self) -> float | None:
+        return None if self.state.constants.privacy is None else self.state.spent_epsilon
+
     def committed_rounds(self) -> list[RoundSummary]:
         return [summary for summary in (*self.earlier_rounds.values(), self.running) if summary.is_committed]
 

@@ -16,6 +16,7 @@ import msgspec
 
 from fedquilt import extras, methods
 from fedquilt.coordinator import settings as jobs
+from fedquilt.coordinator.privacy_settings import PrivacySettings
 from fedquilt.core import Encoding, JobError, Method
 from fedquilt.data.spec import DataSpec
 from fedquilt.formats import toml
@@ -127,6 +128,7 @@ class Job:
     stop: jobs.JobLimits | Mapping[str, Any] = jobs.JobLimits()
     check: jobs.EvaluationSettings | Mapping[str, Any] = jobs.EvaluationSettings()
     personal: jobs.PersonalSettings | Mapping[str, Any] = jobs.PersonalSettings()
+    privacy: PrivacySettings | Mapping[str, Any] | None = None
     trigger: jobs.DriftTrigger | Mapping[str, Any] | None = None  # for `fedquilt run` only
     engine: str | None = None
     priority: float = 1.0

@@ -281,5 +281,11 @@ class WeightedSums:
     def weight(self) -> float:
         return float(self.weights)
 
+    def with_noise(self, draw: Callable[[str, tuple[int, ...]], np.ndarray]) -> WeightedSums:
+        """Return the sums with float64 noise added, which `draw` returns by name and shape. Weights stay the same."""
+        return WeightedSums(
+            {name: add_to_sum(exact, draw(name, exact.shape)) for name, exact in self.total.items()}, self.weights
+        )
+
     def mean(self) -> dict[str, np.ndarray]:
         return {name: exact.mean(self.weight) for name, exact in self.total.items()}

@@ -60,6 +60,8 @@ def run(job: Path, home: Path, blobs: options.BlobOptions, broker: options.Broke
             print(f"{id} is armed: `fedquilt serve --home {home}` starts its runs; `fedquilt stop {id}` disarms it")
             return 0
 
+        print_privacy_note(job_settings)
+
         def submit() -> str:
             id, exists = store.find_or_add_job(job_settings, folder.resolve())
             if exists:
@@ -121,6 +123,13 @@ def simulate(
     return report_end(home, run, status, resume_command)
 
 
+def print_privacy_note(job_settings: JobSettings) -> None:
+    from fedquilt.coordinator import privacy_settings
+
+    if note := privacy_settings.describe_unprotected_numbers(job_settings):
+        print("\n".join(table.fold_line(note)))
+
+
 def _run_job(
     job: Path, devices: int | None, link: str, home: Path, workers: options.WorkerOptions, broker: options.BrokerOptions
 ) -> tuple[str, str]:
@@ -133,6 +142,7 @@ def _run_job(
     with toml.prefix_errors(str(job)):
         plan.validate_fleet()
     prepare_if_changed(job, job_settings)
+    print_privacy_note(job_settings)
     verbose = verbosity() > 0
     try:
         if workers.is_given:

@@ -70,6 +70,7 @@ def logs(run: str, follow: bool, home: Path, format: str) -> None:
 @options.format_option
 def why(run: str, number: int | None, device: str | None, home: Path, format: str) -> None:
     """Explain the selection of devices in each round, and the outcome of their tasks."""
+    from fedquilt.coordinator.rounds import privacy
     from fedquilt.coordinator.views import event_messages, wait_reasons
     from fedquilt.coordinator.views import round_outcomes as reasons
 
@@ -82,6 +83,8 @@ def why(run: str, number: int | None, device: str | None, home: Path, format: st
     notes += [warning] if warning and is_unfiltered else []
     if is_unfiltered and (best := outcomes.summary.state.best) is not None:
         notes.append(f"best evaluation: {best.describe()}, {best.without_gain} later without a gain")
+    if is_unfiltered and (budget := privacy.describe_spent_budget(outcomes.summary.state)):
+        notes.append(budget)
     if is_unfiltered and outcomes.summary.state.phase == row.status == "failed":
         notes += event_messages.format_end("failed", outcomes.summary.state.reason)
     contributions = reasons.format_contributions(outcomes.summary, device) if number is None else []

@@ -75,6 +75,7 @@ from fedquilt.core.method import ForwardPass as ForwardPass
 from fedquilt.core.method import Hooks as Hooks
 from fedquilt.core.method import Method as Method
 from fedquilt.core.method import Runner as Runner
+from fedquilt.core.method import StateChange as StateChange
 from fedquilt.core.method import Step as Step
 from fedquilt.core.method import TaskSpec as TaskSpec
 from fedquilt.core.method import Tensors as Tensors

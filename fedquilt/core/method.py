@@ -150,6 +150,36 @@ class UpdateSchema:
 
 
 @dataclass(frozen=True)
+class StateChange:
+    """Change of a state S by an update, for buffered rounds and for differential privacy ([privacy]).
+
+    Differential privacy needs `norm` and `add_noise`: the coordinator scales a change to its largest norm.
+    """
+
+    scale: Callable[[Any, Any, DeviceUpdate, float], DeviceUpdate]
+    """Function (S, earlier S, update, factor) that returns an update of the earlier state as one of the present state.
+
+    The update then makes `factor` of its change, at most 1. Both states are the same object in synchronous rounds.
+    """
+    norm: Callable[[Any, DeviceUpdate], float] | None = None
+    """Function (S, update) that returns the Euclidean norm of the change in all tensors of a valid update."""
+    add_noise: Callable[[Any, Callable[[str, tuple[int, ...]], np.ndarray]], Any] | None = None
+    """Function (A, draw) that returns the accumulator with noise added to each sum.
+
+    `draw` returns float64 noise by name and shape of a sum.
+    """
+    unprotected_names: Callable[[Any], Sequence[str]] = lambda state: ()
+    """Function (S) that returns the names of tensors of an update that noise would make useless.
+
+    They are counters, and statistics that must not be negative. [privacy] refuses networks with such tensors.
+    """
+
+    @property
+    def supports_noise(self) -> bool:
+        return self.norm is not None and self.add_noise is not None
+
+
+@dataclass(frozen=True)
 class Aggregation:
     """Aggregation of a round's updates. S is a method state, A an accumulator.
 
@@ -171,12 +201,8 @@ class Aggregation:
 
     Without it, sites forward the updates of their devices.
     """
-    rebase: Callable[[Any, Any, DeviceUpdate, float], DeviceUpdate] | None = None
-    """Function (S, earlier S, update, weight) that returns an update of the earlier state as one of the present state.
-
-    The weight, at most 1, is that of the update's change of the state. None if updates of earlier states cannot be
-    aggregated, so that `[cohort] mode = "buffered"` is refused.
-    """
+    change: StateChange | None = None
+    """Change by an update. None if changes cannot be scaled: `[cohort] mode = "buffered"` and [privacy] are refused."""
 
     def require_valid_update(self, state: Any, update: DeviceUpdate) -> None:
         """Raise UpdateError if an update is invalid in this state."""

@@ -130,7 +130,12 @@ METHOD = core.Method(
         schema=local_training.full_model_schema,
         check_update=validate_update,
         check_sums=validate_site_sums,
-        rebase=local_training.rebase_model,
+        change=core.StateChange(
+            local_training.rebase_model,
+            norm=local_training.change_norm,
+            add_noise=WeightedSums.with_noise,
+            unprotected_names=local_training.unprotected_names,
+        ),
     ),
     step=step,
     result=result,

@@ -460,7 +460,7 @@ METHOD = replace(
     common_task=False,
     work=work,
     check=check,
-    aggregation=core.Aggregation(fold, rebase=rebase),
+    aggregation=core.Aggregation(fold, change=core.StateChange(rebase)),
     step=step,
     result=result,
     explain=explain,

@@ -10,6 +10,7 @@ A package with a method calls the checks in its own tests, or runs `fedquilt lab
 from __future__ import annotations
 
 import contextlib
+import math
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -306,6 +307,35 @@ def accumulators_merge_in_any_order(name: str) -> None:
         raise CheckSkipped("the accumulators depend on the order of devices and are not merged")
 
 
+def changes_scale_and_noise_covers_them(name: str) -> None:
+    """Assert that scaled updates have scaled norms, that nothing else of an update counts, and noise covers all of it.
+
+    Raises:
+        CheckSkipped: If the method does not support [privacy], or only with other networks.
+    """
+    scenario, _, fold_inputs, _ = record_run(name)
+    aggregation, change = scenario.method.aggregation, scenario.method.aggregation.change
+    if change is None or change.norm is None or change.add_noise is None:
+        raise CheckSkipped("the method does not support [privacy]")
+    if change.unprotected_names(fold_inputs[0][0]):
+        raise CheckSkipped("the network has statistics or counters")
+    state, states_without_change = fold_inputs[0][0], set()
+    for update in (replace(each, weight=1.0) for _, each in fold_inputs[:2]):
+        half = change.scale(state, state, update, 0.5)
+        assert math.isclose(change.norm(state, half), change.norm(state, update) / 2, rel_tol=1e-3), "norm of a half"
+        unchanged = aggregation.fold(state, None, change.scale(state, state, update, 0.0))
+        states_without_change.add(tensors.pack_state(scenario.method.step(state, unchanged)))
+    assert len(states_without_change) == 1, "a state depends on more of an update than its change"
+    sizes = dict[str, int]()
+
+    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        sizes[name] = math.prod(shape)
+        return np.zeros(shape)
+
+    change.add_noise(aggregation.fold(state, None, update), draw)
+    assert sum(sizes.values()) == sum(array.size for bundle in update.bundles.values() for array in bundle.values())
+
+
 def state_on_disk_gives_same_result(name: str) -> None:
     """Assert that states and sums on the disk give the results of those in memory, bit for bit."""
     scenario, _, fold_inputs, _ = record_run(name)
@@ -416,6 +446,7 @@ CHECKS: Final[tuple[Callable[[str], None], ...]] = (
     updates_work_in_16_bits,
     invalid_updates_are_rejected,
     accumulators_merge_in_any_order,
+    changes_scale_and_noise_covers_them,
     state_on_disk_gives_same_result,
     accumulator_does_not_grow,
     update_contains_no_private_state,

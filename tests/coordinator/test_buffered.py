@@ -427,11 +427,11 @@ def network_state(weight: float, variance: float, count: int) -> NetworkState:
 
 
 def test_a_late_change_moves_the_present_model_by_its_weight():
-    rebase = methods.load("fedavg").aggregation.rebase
+    change = methods.load("fedavg").aggregation.change
     present, earlier, trained = network_state(5, 0.1, 40), network_state(1, 4.0, 10), network_state(3, 1.0, 16)
     sent = DeviceUpdate("a", 0, 1.0, {}, {"model": trained.model})
-    assert rebase is not None
-    model = rebase(present, earlier, sent, 0.5).bundles["model"]
+    assert change is not None
+    model = change.scale(present, earlier, sent, 0.5).bundles["model"]
     assert model["norm.weight"] == 5 + 0.5 * (3 - 1)
     assert model["norm.running_var"] == pytest.approx(0.55)  # a difference would make it -1.4
     assert model["norm.num_batches_tracked"] == 40 + (16 - 10)
@@ -480,7 +480,7 @@ def test_a_job_that_contradicts_buffered_mode_is_refused(changes, problem):
 
 
 def test_the_methods_that_run_buffered_are_those_that_average_models_or_mix_layers():
-    able = {name for name in methods.builtin_names() if methods.load(name).aggregation.rebase is not None}
+    able = {name for name in methods.builtin_names() if methods.load(name).aggregation.change is not None}
     assert able >= {"fedavg", "fedprox", "fedopt", "fedsq", "genefl"}
     assert able.isdisjoint({"scaffold", "fednova", "fedstitch", "heterofl", "robust", "local"})
 
@@ -490,3 +490,4 @@ def test_a_site_is_not_selected():
     for mode, code in (("buffered", "site"), ("auto", "site"), ("synchronous", None)):
         cohort = settings.CohortSettings(mode=mode, size=2)  # type: ignore[arg-type]
         assert ineligibility_code(snapshot, JobRequirements(("numpy",), cohort)) == code
+        assert ineligibility_code(snapshot, JobRequirements(("numpy",), cohort, is_private=True)) == "site"

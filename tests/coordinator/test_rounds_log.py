@@ -26,6 +26,7 @@ from fedquilt.coordinator.rounds.events import (
     JobStarted,
     ModeChosen,
     NoteRecorded,
+    PrivacyPlanned,
     RoundClosed,
     RoundCommitted,
     RoundRetried,
@@ -43,6 +44,7 @@ from fedquilt.core import JobError, OperatingPoint, Profile, Usage, WorkEstimate
 FACTS: tuple[AnyEvent, ...] = (
     JobStarted(BLOB),
     ModeChosen(0, "buffered", "x"),
+    PrivacyPlanned(0, 4, 3, 1.0),
     EligibilityRecorded(0),
     CohortSelected(0, 0, ("a",)),
     TaskDeclined(0, "a", "x", "y"),

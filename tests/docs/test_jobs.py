@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from fedquilt.coordinator import settings
+from fedquilt.coordinator.privacy_settings import PrivacySettings
 from fedquilt.core import Encoding, SiteRight
 from fedquilt.data import inputs
 from fedquilt.data.spec import DataSpec
@@ -30,6 +31,7 @@ def section(heading: str) -> str:
         (settings.StalenessSettings, "[cohort]", "staleness."),
         (settings.EvaluationSettings, "[check]", "check."),
         (settings.PersonalSettings, "[personal]", "personal."),
+        (PrivacySettings, "[privacy]", "privacy."),
         (settings.CoordinatorLimits, "How a round goes", ""),
         (settings.SubmitterLimits, "How a round goes", "submitter."),
         (settings.RetentionSettings, "How a round goes", "retention."),
@@ -86,6 +88,7 @@ def test_no_key_is_told_that_is_not_there():
         "check": settings.EvaluationSettings,
         "staleness": settings.StalenessSettings,
         "personal": settings.PersonalSettings,
+        "privacy": PrivacySettings,
         "trigger": settings.DriftTrigger,
     }.items():
         known |= {f"{table}.{field.name}" for field in msgspec.structs.fields(kind)}

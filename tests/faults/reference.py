@@ -255,8 +255,8 @@ class ReferenceRun:
                 update = self._decode_update(device, task, done)
                 if round < present_round:
                     weight = (1 + present_round - round) ** -0.5
-                    assert self.method.aggregation.rebase is not None
-                    update = self.method.aggregation.rebase(node.state, base.state, update, weight)
+                    assert self.method.aggregation.change is not None
+                    update = self.method.aggregation.change.scale(node.state, base.state, update, weight)
                 total = self.method.aggregation.fold(node.state, total, update)
         state = self.method.step(node.state, total) if "work" in actions else node.state
         return self._make_node(state, private, history)

@@ -38,6 +38,7 @@ OWN = {  # modules that read only what the same machine's owner or the same proc
     "models/partial/dual_copy.py": "a key of a cache, made in the same function",
     "models/partial/output_cache.py": "a board's own cache, whose rows have checksums",
     "coordinator/device_columns.py": "arrays of this process, viewed without a copy",
+    "coordinator/updates/private_sums.py": "random bytes of this process",
     "coordinator/fleet/device_status.py": "own notes on boards; a row that cannot be read is left out",
     "fedquilt/formats/job_bundle.py": "a record beside the bundle, which the job's owner has prepared",
     "edge_agent/task/data_check.py": "the answer of a process that the agent has started",

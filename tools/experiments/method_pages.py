@@ -158,7 +158,8 @@ def _list_properties(method: Method) -> Iterable[tuple[str, str]]:
     yield "predictions, `task`", ", ".join(f'`"{task}"`' for task in traits.prediction_tasks)
     combinations = {
         "networks by memory tier, `[model.tier]`": traits.tier_networks,
-        "buffered rounds, [`[cohort] mode`](../jobs.md#rounds-without-stragglers)": aggregation.rebase is not None,
+        "buffered rounds, [`[cohort] mode`](../jobs.md#rounds-without-stragglers)": aggregation.change is not None,
+        "[differential privacy](../privacy.md)": aggregation.change is not None and aggregation.change.supports_noise,
         "unequal epochs in rounds [planned for energy](../energy.md)": traits.unequal_epochs,
         "a rollout with each device's own network": method.personal_model is not None,
     }

@@ -106,6 +106,8 @@ def make_tiles(run: RunData) -> list[tuple[str, str]]:
         tiles.append((format_duration(last_point.clock_s), "virtual time" if virtual else "by the coordinator's clock"))
         tiles.append((format_duration(last_point.real_s), "by this machine's clock"))
     tiles.append((units.format_bytes(total.down_bytes + total.up_bytes), "down and up"))
+    if run.row.job.privacy is not None:
+        tiles.append((f"{run.summary.state.spent_epsilon:.3g}", f"of epsilon {run.row.job.privacy.epsilon:g} spent"))
     if total.energy_j is not None:
         coverage = "" if total.metered == total.tasks else f", {total.metered} of {total.tasks} tasks"
         tiles.append(
