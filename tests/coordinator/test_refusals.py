@@ -76,16 +76,17 @@ def test_the_table_has_every_code_by_which_a_device_declines_and_the_page_of_job
         assert f"| {'yes' if DECLINE_REASONS[code].recurs else 'no'} |" in row
 
 
-def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_less_is_asked_for():
+@pytest.mark.parametrize(("code", "without_evaluation"), [("method", {}), ("data", {"a": "data"})])
+def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_can_do_less(code, without_evaluation):
     state = apply_events(started_state(rounds=9, check_every=2, size=2), CohortSelected(0, 0, tuple("abc")))
-    state = apply_events(state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"))
-    assert alone(state, "abc") == {"a": "data"}
-    assert alone(apply_events(state, RoundRetried(0, 1)), "abc") == {"a": "data"}
+    state = apply_events(state, state.decline_event("a", code, "none", DeviceWorkload(), "1"))
+    assert alone(state, "abc") == {"a": code}
+    assert alone(apply_events(state, RoundRetried(0, 1)), "abc") == {"a": code}
     assert alone(state, "abc", starts="a") == {}
     assert alone(apply_events(state, JobEnded("stopped"), JobResumed()), "abc") == {}
     work = apply_events(state, *(UpdateAccepted(0, update(device)) for device in "bc"), RoundClosed(0), committed(0))
     assert work.task_actions == ("work",)
-    assert alone(work, "abc") == {}
+    assert alone(work, "abc") == without_evaluation
 
 
 def test_where_the_others_are_too_few_all_are_asked_once_in_each_round():
