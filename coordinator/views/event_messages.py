@@ -69,6 +69,17 @@ def format_metric(name: str, value: float) -> str:
     return f"{metric.title} {metrics.format_value(metric, value, 1)}"
 
 
+def describe_best_round(summary: RunSummary, command: str) -> list[str]:
+    """Return a line on the best held-out evaluation with the command that exports it, or [] if the last is the best."""
+    evaluated = [(point.rounds, point.personal) for point in progress_points(summary) if point.personal is not None]
+    if not evaluated:
+        return []
+    sign = 1 if metrics.METRICS[evaluated[-1][1].metric].higher else -1
+    rounds, best = max(evaluated, key=lambda point: sign * point[1].weighted)
+    best_text, last_text = (format_metric(each.metric, each.weighted) for each in (best, evaluated[-1][1]))
+    return [] if best_text == last_text else [f"best held-out {best_text} after round {rounds}: `{command}`"]
+
+
 def format_round_name(number: int, final: int | None) -> str:
     """Return "round N", counted from 1, or "final evaluation" for the number `final`."""
     return FINAL_EVALUATION if number == final else f"round {number + 1}"

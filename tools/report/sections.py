@@ -20,7 +20,7 @@ from fedquilt.coordinator.rounds.events import (
     UpdateAccepted,
 )
 from fedquilt.coordinator.rounds.selection import REASONS
-from fedquilt.coordinator.views import event_messages, run_summary
+from fedquilt.coordinator.views import event_messages, run_summary, scores
 from fedquilt.coordinator.views.round_outcomes import DeviceOutcome
 from fedquilt.coordinator.views.run_summary import CostLedger, RunSummary
 from fedquilt.core import evaluation
@@ -192,8 +192,7 @@ def make_confusion_section(run: RunData) -> PageSection | None:
     rows = None if sums is None else evaluation.confusion_matrix(sums)
     if rows is None or not any(map(any, rows)):
         return None
-    labels = run.row.job.labels or run.row.job.data.get("labels") or ()
-    names = list(labels) if len(labels) == len(rows) else [str(number) for number in range(len(rows))]
+    names = scores.class_names(run.row.job, len(rows))
     note = (
         f"Examples of {examples_of} in the last evaluation: a row for each true class, a column for each predicted "
         "class."

@@ -240,7 +240,9 @@ def test_a_link_that_is_connected_already_publishes_its_state_before_it_waits(ma
     client, link = machine.create("/a")
     client.connect()
     numbers = []
-    monkeypatch.setattr(client, "wait", lambda timeout_s: numbers.append(link._state.number) or machine.take_step(STEP_S, client))
+    monkeypatch.setattr(
+        client, "wait", lambda timeout_s: numbers.append(link._state.number) or machine.take_step(STEP_S, client)
+    )
     link.require_exclusive_use()
     assert numbers
     assert numbers[0] == 1
