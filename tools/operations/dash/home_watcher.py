@@ -41,7 +41,7 @@ class RunList(NamedTuple):
     rows: list[StoredJob | UnreadableRow]
     statuses: Mapping[str, str]  # run -> status
     is_served: bool
-    wait_reasons: Mapping[str, str]  # suspended run -> reason
+    wait_reasons: Mapping[str, str]  # suspended or interrupted run -> reason
 
 
 class FleetView(NamedTuple):
@@ -187,6 +187,11 @@ class HomeWatcher:
         statuses = {row.id: store.current_status(row) if isinstance(row, StoredJob) else row.status for row in rows}
         suspended = store.suspensions.current_suspensions()
         wait_reasons = {run: str(hold) for run, hold in suspended.items() if statuses.get(run) == "held"}
+        wait_reasons |= {
+            row.id: f"its interrupted coordinator: {store.describe_resume(row)}"
+            for row in rows
+            if isinstance(row, StoredJob) and statuses[row.id] == "interrupted"
+        }
         return RunList(rows, statuses, self._update_served(), wait_reasons)
 
     def open_rollout_log(self) -> RolloutLog:
