@@ -325,7 +325,12 @@ def format_energy_summary(summary: RunSummary) -> list[str]:
     ]
 
 
-def summarise_run(row: StoredJob | UnreadableRow, store: Store, bytes_by_run: Mapping[str, int] = {}) -> dict[str, Any]:
+def summarise_run(
+    row: StoredJob | UnreadableRow,
+    store: Store,
+    bytes_by_run: Mapping[str, int] = {},
+    changes: Mapping[str, str] = {},
+) -> dict[str, Any]:
     """Return the values of a run for `fedquilt ls`. "problem" is why it is unreadable, or None."""
     summary = None
     problem = row.reason if isinstance(row, UnreadableRow) else None
@@ -342,6 +347,7 @@ def summarise_run(row: StoredJob | UnreadableRow, store: Store, bytes_by_run: Ma
         "run": row.id,
         "status": store.current_status(row) if isinstance(row, StoredJob) else row.status,
         "waits": wait_reasons.describe_wait(row, store) if isinstance(row, StoredJob) and not problem else None,
+        "changed": changes.get(row.id, ""),
         "submitter": row.submitter if isinstance(row, StoredJob) else None,
         "method": row.job.method if isinstance(row, StoredJob) else None,
         "of": row.job.rounds if isinstance(row, StoredJob) else None,
@@ -377,6 +383,7 @@ STATUS_COLOURS: Final = {
 def format_runs(rows: Sequence[dict[str, Any]], width: int | None = None) -> list[str]:
     readable = [row for row in rows if row["problem"] is None]
     result_names = ["held_out", "test"] if any(row["test"] for row in readable) else ["held_out"]
+    has_changes = any(row["changed"] for row in readable)
     cells = [
         [
             row["run"],
@@ -384,6 +391,7 @@ def format_runs(rows: Sequence[dict[str, Any]], width: int | None = None) -> lis
             f"{row['rounds']}/{row['of']}",
             *((row[name] or "-").removeprefix("accuracy ") for name in result_names),
             units.format_bytes(row["bytes"]),
+            *([row["changed"]] if has_changes else []),
         ]
         for row in readable
     ]
@@ -391,10 +399,12 @@ def format_runs(rows: Sequence[dict[str, Any]], width: int | None = None) -> lis
         "{run}  {status}  cannot be read: {problem}".format(**row) for row in rows if row["problem"] is not None
     ]
     titles = [name.replace("_", "-") for name in result_names]
-    head = [["run", "status", "rounds", *titles, "disk"]] if readable else []
+    head = [["run", "status", "rounds", *titles, "disk", *(["changed"] if has_changes else [])]] if readable else []
     wait_lines = [f"{row['run']} waits for {row['waits']}" for row in readable if row["waits"]]
     return [
-        *table.format_table([*head, *cells], f"<<{'>' * (2 + len(result_names))}", width, STATUS_COLOURS),
+        *table.format_table(
+            [*head, *cells], f"<<{'>' * (2 + len(result_names))}{'~' * has_changes}", width, STATUS_COLOURS
+        ),
         *problem_lines,
         *wait_lines,
     ]

@@ -21,7 +21,7 @@ from fedquilt.coordinator.rounds.job_state import JobConstants
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
 from fedquilt.coordinator.storage.rows import DatabaseIdentity, UnreadableRow
 from fedquilt.coordinator.storage.store import NAME, ChangeDetector, StoredJob, StoreReader
-from fedquilt.coordinator.views import devices, round_outcomes, scores
+from fedquilt.coordinator.views import devices, job_changes, round_outcomes, scores
 from fedquilt.core import FedquiltError, JobError, StoreError
 from fedquilt.tools.operations.dash.run_follower import MAX_CELLS, RunFollower, find_round_outcomes
 
@@ -42,6 +42,7 @@ class RunList(NamedTuple):
     statuses: Mapping[str, str]  # run -> status
     is_served: bool
     wait_reasons: Mapping[str, str]  # suspended or interrupted run -> reason
+    changes: Mapping[str, str]  # run -> what differs from the previous run of the job
 
 
 class FleetView(NamedTuple):
@@ -192,7 +193,7 @@ class HomeWatcher:
             for row in rows
             if isinstance(row, StoredJob) and statuses[row.id] == "interrupted"
         }
-        return RunList(rows, statuses, self._update_served(), wait_reasons)
+        return RunList(rows, statuses, self._update_served(), wait_reasons, job_changes.describe_changes(rows))
 
     def open_rollout_log(self) -> RolloutLog:
         """Return the rollouts of the home. Use only in the thread of `run_in_reader_thread`."""
