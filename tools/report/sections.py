@@ -347,17 +347,13 @@ def make_device_section(run: RunData) -> PageSection | None:
             name,
             *_format_device_cells(cost),
             *(run_summary.format_contribution(cost, run.summary.total) if is_buffered else []),
-            *(
-                [_format_value(_find_main_metric(run).name, held_out_values[name]) if name in held_out_values else "-"]
-                if held_out_values
-                else []
-            ),
+            *(_format_held_out_cells(run, name) if held_out_values else []),
         ]
         for name, cost in costs.items()
     ]
     head = ["device", "tasks", "refused", "s per task", "J", "J above idle", "peak memory", "down", "up"]
     head += ["share of updates", "commits old, mean"] if is_buffered else []
-    head += [f"last {_find_main_metric(run).title}"] if held_out_values else []
+    head += ["held out", f"last {_find_main_metric(run).title}"] if held_out_values else []
     drawn = dict(sorted(costs.items(), key=lambda item: -(item[1].energy_j or 0.0))[:MAX_BARS])
     notes = [] if len(drawn) == len(costs) else [f"Drawn: {len(drawn)} of {len(costs)} devices."]
     figures = []
@@ -393,6 +389,13 @@ def make_device_section(run: RunData) -> PageSection | None:
     energy_source = run.summary.total.energy_word.strip() or "measured"
     notes += [f"Energy {energy_source} by: {'; '.join(sources)}."] if sources else []
     return PageSection((), render_plots(*figures), notes, HtmlTable(head, rows))
+
+
+def _format_held_out_cells(run: RunData, device: str) -> list[str]:
+    score = run.summary.scores.get(device)
+    return (
+        ["-", "-"] if score is None else [str(score.examples), _format_value(_find_main_metric(run).name, score.value)]
+    )
 
 
 def _format_device_cells(cost: CostLedger) -> list[str]:
