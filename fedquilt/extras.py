@@ -32,13 +32,16 @@ EXTRAS: Final = {
 }
 
 
+CPU_WHEELS_HINT: Final = "for a CPU, add --extra-index-url https://download.pytorch.org/whl/cpu"
 BOARD_EXTRAS: Final = ("gpu", "identity", "images", "jetson", "metrics", "onnx", "parquet", "train")
 
 
 def missing_message(module: str) -> str:
     if module.split(".")[0] == "fedquilt":  # the wheel for boards has only some modules
         return f"this needs the full package fedquilt, which is not installed: {installation_command('')}"
-    return f"this needs {module}, which is not installed: {installation_command(EXTRAS.get(module.split('.')[0], ''))}"
+    extra = EXTRAS.get(module.split(".")[0], "")
+    hint = f" ({CPU_WHEELS_HINT})" if extra == "train" and not _is_board_distribution() else ""
+    return f"this needs {module}, which is not installed: {installation_command(extra)}{hint}"
 
 
 def installation_command(extra: str) -> str:

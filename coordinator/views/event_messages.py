@@ -71,6 +71,17 @@ def format_metric(name: str, value: float) -> str:
     return f"{metric.title} {metrics.format_value(metric, value, 1)}"
 
 
+def describe_best_round(summary: RunSummary, command: str) -> list[str]:
+    """Return a line on the best held-out evaluation with the command that exports it, or [] if the last is the best."""
+    evaluated = [(point.rounds, point.personal) for point in progress_points(summary) if point.personal is not None]
+    if not evaluated:
+        return []
+    sign = 1 if metrics.METRICS[evaluated[-1][1].metric].higher else -1
+    rounds, best = max(evaluated, key=lambda point: sign * point[1].weighted)
+    best_text, last_text = (format_metric(each.metric, each.weighted) for each in (best, evaluated[-1][1]))
+    return [] if best_text == last_text else [f"best held-out {best_text} after round {rounds}: `{command}`"]
+
+
 def format_round_name(number: int, final: int | None) -> str:
     """Return "round N", counted from 1, or "final evaluation" for the number `final`."""
     return FINAL_EVALUATION if number == final else f"round {number + 1}"
@@ -322,7 +333,12 @@ def format_energy_summary(summary: RunSummary) -> list[str]:
     ]
 
 
-def summarise_run(row: StoredJob | UnreadableRow, store: Store, bytes_by_run: Mapping[str, int] = {}) -> dict[str, Any]:
+def summarise_run(
+    row: StoredJob | UnreadableRow,
+    store: Store,
+    bytes_by_run: Mapping[str, int] = {},
+    changes: Mapping[str, str] = {},
+) -> dict[str, Any]:
     """Return the values of a run for `fedquilt ls`. "problem" is why it is unreadable, or None."""
     summary = None
     problem = row.reason if isinstance(row, UnreadableRow) else None
@@ -339,6 +355,7 @@ def summarise_run(row: StoredJob | UnreadableRow, store: Store, bytes_by_run: Ma
         "run": row.id,
         "status": store.current_status(row) if isinstance(row, StoredJob) else row.status,
         "waits": wait_reasons.describe_wait(row, store) if isinstance(row, StoredJob) and not problem else None,
+        "changed": changes.get(row.id, ""),
         "submitter": row.submitter if isinstance(row, StoredJob) else None,
         "method": row.job.method if isinstance(row, StoredJob) else None,
         "of": row.job.rounds if isinstance(row, StoredJob) else None,
@@ -376,6 +393,7 @@ def format_runs(rows: Sequence[dict[str, Any]], width: int | None = None) -> lis
     readable = [row for row in rows if row["problem"] is None]
     result_names = ["held_out", "test"] if any(row["test"] for row in readable) else ["held_out"]
     has_privacy = any(row["epsilon"] is not None for row in readable)
+    has_changes = any(row["changed"] for row in readable)
     cells = [
         [
             row["run"],
@@ -384,6 +402,7 @@ def format_runs(rows: Sequence[dict[str, Any]], width: int | None = None) -> lis
             *((row[name] or "-").removeprefix("accuracy ") for name in result_names),
             *(["-" if row["epsilon"] is None else f"{row['epsilon']:.3g}"] if has_privacy else []),
             units.format_bytes(row["bytes"]),
+            *([row["changed"]] if has_changes else []),
         ]
         for row in readable
     ]
@@ -391,10 +410,11 @@ def format_runs(rows: Sequence[dict[str, Any]], width: int | None = None) -> lis
         "{run}  {status}  cannot be read: {problem}".format(**row) for row in rows if row["problem"] is not None
     ]
     titles = [*(name.replace("_", "-") for name in result_names), *(["epsilon"] if has_privacy else [])]
-    head = [["run", "status", "rounds", *titles, "disk"]] if readable else []
+    head = [["run", "status", "rounds", *titles, "disk", *(["changed"] if has_changes else [])]] if readable else []
     wait_lines = [f"{row['run']} waits for {row['waits']}" for row in readable if row["waits"]]
+    alignment = f"<<{'>' * (2 + len(titles))}{'~' * has_changes}"
     return [
-        *table.format_table([*head, *cells], f"<<{'>' * (2 + len(titles))}", width, STATUS_COLOURS),
+        *table.format_table([*head, *cells], alignment, width, STATUS_COLOURS),
         *problem_lines,
         *wait_lines,
     ]

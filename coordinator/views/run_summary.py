@@ -232,6 +232,7 @@ class RoundSummary(msgspec.Struct, frozen=True):
 class DeviceScore(NamedTuple):
     rounds: int  # completed before the device's last evaluation
     value: float  # value of the main metric
+    examples: int  # held out on the device
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -345,9 +346,12 @@ class RunSummary(msgspec.Struct, frozen=True):
         device_scores = self.scores
         scores = None if event.is_evaluation_round else summarise_round(event.evaluation, updates)
         if scores is not None:
+            held_out = {update.device: update.evaluation.examples for update in updates if update.evaluation}
             device_scores = {
                 **device_scores,
-                **{name: DeviceScore(completed_rounds, value) for name, value in scores.devices.items()},
+                **{
+                    name: DeviceScore(completed_rounds, value, held_out[name]) for name, value in scores.devices.items()
+                },
             }
             scores = dataclasses.replace(scores, devices={})
         durations = [

@@ -59,6 +59,11 @@ class RunScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     devices: dict[str, float] = {}  # device -> accuracy on held-out examples, in the latest entry of `held`
 
 
+def class_names(job: JobSettings, count: int) -> tuple[str, ...]:
+    names = tuple(map(str, job.labels or job.data.get("labels") or ()))
+    return names if len(names) == count else tuple(map(str, range(count)))
+
+
 def make_test_table(job: JobSettings) -> dict[str, Any]:
     """Return the [test] table with missing keys from [data]. Raise JobError without both tables."""
     if not job.data and not job.test:

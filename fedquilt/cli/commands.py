@@ -265,6 +265,9 @@ def explain_usage_error(error: click.UsageError) -> str:
             name for parameter in context.command.get_params(context) for name in parameter.opts if name != "--help"
         ]
         message = f"no such option: {error.option_name}{toml.suggest_nearest(error.option_name, names)}"
+    if message.startswith("Got unexpected extra argument") and context is not None:
+        arguments = [piece for piece in context.command.collect_usage_pieces(context) if piece != "[OPTIONS]"]
+        message = f"{message.rstrip('.')}: write {' '.join([context.command_path, *arguments])}"
     message = message[:1].lower() + message[1:].rstrip(".")
     return f"{message} (`{context.command_path} --help`)" if context is not None else message
 

@@ -102,7 +102,7 @@ def simulate(
     """Run a job on simulated devices that use the agents' own code, from a job file or from data.
 
     With data, `simulate` inspects them and writes a job with a network that fits. Data stay on this machine. Each run
-    gets a report, RUN.html.
+    gets a report, RUN.html. An interrupted run of an unchanged job continues.
     """
     is_job = source.endswith(".toml")
     job = Path(source) if is_job else out or Path("job.toml")
@@ -119,6 +119,7 @@ def simulate(
     arguments = [*(["--devices", str(devices)] if devices else []), *(["--link", link] if link != "memory" else [])]
     resume_command = shlex.join(["fedquilt", "simulate", str(job), *arguments, *broker.arguments, *workers.arguments])
     if status == "done" and run:
+        _print_results(home, run)
         _write_report(home, run, job.with_name(f"{run}.html"))
     return report_end(home, run, status, resume_command)
 
@@ -156,6 +157,17 @@ def _run_job(
     except KeyboardInterrupt:
         return "", "running"
     return tool.run_fleet_on_broker(plan, broker.to_table() if link == "broker" else None, verbose=verbose)
+
+
+def _print_results(home: Path, run: str) -> None:
+    from fedquilt.coordinator.views import event_messages, run_summary
+    from fedquilt.tools.experiments import evaluation
+
+    with home_access.open_existing_home(home) as store:
+        summary = run_summary.summarise_events(store.find_job(run).job, store.read_events(run))
+        export = f"fedquilt model export {run}{options.home_argument(home)} --best --out FILE"
+        lines = [*evaluation.describe_test_result(store, run), *event_messages.describe_best_round(summary, export)]
+    home_access.print_rows("text", [], lines)
 
 
 def _write_report(home: Path, run: str, file: Path) -> None:
@@ -479,7 +491,6 @@ def report_end(home: Path, id: str, status: str, resume_command: str) -> int:
         f"interrupted; `{resume_command} --home {shlex.quote(str(home))}` continues it" if status == "running" else ""
     )
     if status == "done" and id:
-        home_argument = "" if home == options.HOME else f" --home {home}"
-        next_step = f"`fedquilt model export {id}{home_argument} --out FILE` writes the result"
+        next_step = f"`fedquilt model export {id}{options.home_argument(home)} --out FILE` writes the result"
     home_access.print_rows("text", [], [next_step] if next_step else [])
     return EXIT_CODES.get(status, 130)

@@ -20,12 +20,13 @@ model.add_operator_verbs("results")
 @argument("network", "The ONNX file that `model export` wrote.", type=options.PATH)
 @argument("examples", "A folder, an image, recording, text or table, or an .npz.", type=options.PATH)
 @option("--out", type=options.PATH, metavar="FILE", help="Write the predictions to a .csv or .json file.")
+@option("--keep", variadic=True, metavar="COLUMN", help="Columns of the table to copy, such as an id.")
 @options.format_option
-def run(network: Path, examples: Path, out: Path | None, format: str) -> int:
+def run(network: Path, examples: Path, out: Path | None, keep: tuple[str, ...], format: str) -> int:
     """Predict examples with an exported ONNX network."""
     from fedquilt.tools.artefacts import predictions as tool
 
-    return tool.print_predictions(network, examples, format, out)
+    return tool.print_predictions(network, examples, format, out, keep)
 
 
 @model.command()

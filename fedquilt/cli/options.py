@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -105,6 +106,11 @@ INTEGER: Final = ParsedType("n", lambda text: _parse_number(text, int))
 
 
 # -- shell completion -----------------------------------------------------------------------------
+
+
+def home_argument(home: Path) -> str:
+    """Return the option, after a space, that names a home in a command, or "" for the default."""
+    return "" if home == HOME else f" --home {shlex.quote(str(home))}"
 
 
 def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:

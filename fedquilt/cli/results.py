@@ -40,7 +40,7 @@ def evaluate(run: str, data: Path | None, best: bool, follow: bool, home: Path, 
     from fedquilt.tools.experiments import evaluation as evaluator
 
     def print_score(score: scores.EvaluationScore) -> None:
-        progress.LINE.print_to_stdout(*evaluator.format_score(score, matrix=not follow))
+        progress.LINE.print_to_stdout(*evaluator.format_score(score, None if follow else job))
 
     if follow and (best or data is not None):
         raise JobError("--follow evaluates each round on the job's test set: leave --best and --data out")

@@ -37,12 +37,14 @@ def complete_devices(context: click.Context, parameter: click.Parameter, incompl
 def ls(home: Path, format: str) -> None:
     """List the runs in --home with status, rounds, result and exclusive disk space."""
     from fedquilt.coordinator.jobs import retention
-    from fedquilt.coordinator.views import event_messages
+    from fedquilt.coordinator.views import event_messages, job_changes
     from fedquilt.security import authenticated_link
 
     with home_access.open_existing_home(home) as store:
         exclusive = retention.exclusive_bytes(store)
-        rows = [event_messages.summarise_run(row, store, exclusive) for row in store.all_jobs()]
+        stored = store.all_jobs()
+        changes = job_changes.describe_changes(stored)
+        rows = [event_messages.summarise_run(row, store, exclusive, changes) for row in stored]
         notes = [authenticated_link.UNSIGNED] if store.was_authenticated() is False else []
     home_access.print_rows(
         format, rows, [*(event_messages.format_runs(rows) or [home_access.no_runs_message(home)]), *notes]

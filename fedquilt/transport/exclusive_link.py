@@ -26,6 +26,7 @@ from fedquilt.transport.link import Link, LinkWrapper, Message
 log = logging.getLogger(__name__)
 
 CONNECT_S: Final = 3.0  # wait for the broker; without one the process starts, and connects later
+OWN_STATE_S: Final = 20.0  # wait for this process's own state, which a busy machine delays
 ANSWER_S: Final = 3.0  # wait for the next state of another process, which reconnects in the meantime
 MAX_PLACE_CHARACTERS: Final = 200  # of `ShortText`
 MAX_KNOWN_PROCESSES: Final = 16
@@ -102,7 +103,7 @@ class ExclusiveLink(LinkWrapper):
         """
         self._wait_until(lambda: self._link.connected, CONNECT_S)
         if self._link.connected:
-            self._wait_until(lambda: self._is_published, ANSWER_S)
+            self._wait_until(lambda: self._is_published, OWN_STATE_S)
             if not self._is_published:
                 log.warning("the broker does not deliver %s: permit the topic in its access rules", self._topic)
             elif self._numbers:
@@ -132,6 +133,7 @@ class ExclusiveLink(LinkWrapper):
 
     def _wait_until(self, is_complete: Callable[[], bool], limit_s: float) -> None:
         deadline_s = self._clock() + limit_s
+        self.receive()  # publishes the state, if the link is connected already
         while not is_complete() and (remaining_s := deadline_s - self._clock()) > 0:
             self._link.wait(remaining_s)
             self.receive()

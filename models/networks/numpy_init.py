@@ -40,6 +40,10 @@ def initial_mlp_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.n
     return weights
 
 
+def tensor_names(network: Mapping[str, Any]) -> list[str]:
+    return [f"{path}.{part}" for path in layer_sizes(network) for part in ("weight", "bias")]
+
+
 def forward_flops(network: Mapping[str, Any]) -> float:
     return float(sum(2 * outputs * inputs for outputs, inputs in layer_sizes(network).values()))
 

@@ -1,20 +1,21 @@
-"""Export of a trained network as one ONNX file. Requires torch and onnx."""
+"""Export of a trained network as one ONNX file. Requires onnx, and torch for networks other than `mlp`."""
 
 from __future__ import annotations
 
 import io
 import json
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import onnx
-import torch
-from torch import nn
 
 from fedquilt.core import ModelError, Tensors
 from fedquilt.core.errors import first_line
-from fedquilt.models.networks import onnx_scaling, registry, traces
+from fedquilt.models.networks import mlp_graph, numpy_init, onnx_scaling, registry
+
+if TYPE_CHECKING:
+    from torch import nn
 
 OPSET = 17  # onnxruntime 1.19 and later: what JetPack 5 can install
 
@@ -31,6 +32,8 @@ def trace_to_onnx(
         fix: Hint in the error message if ONNX lacks an operation.
         keep_tensor_names: Whether the graph keeps the module's tensors under their names, without constant folding.
     """
+    import torch
+
     file = io.BytesIO()
     try:
         with warnings.catch_warnings(), torch.no_grad(), registry.without_fused_attention():
@@ -65,23 +68,43 @@ def export_network(network: Mapping[str, Any], weights: Tensors, reading: Mappin
     the network's table under "network" and its reading settings under "reading", both without the scales that the graph
     applies, and the mean and std of the inputs under "scale".
     """
-    model = registry.build_network(network)
-    network_state = model.state_dict()
-    odd = sorted(network_state.keys() ^ weights.keys())
-    if odd:
-        raise ModelError(
-            f"the result is not the whole network {network.get('name')!r} ({odd[0]!r} differs): "
-            "export it as .safetensors, which accepts any tensors"
-        )
-    model.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
-    proto = trace_to_onnx(
-        model.eval(), registry.input_shape(network), f"network {network.get('name')!r}", "export it as .safetensors"
-    )
+    proto = _make_graph(network, weights)
     return _serialise_with_scales(proto, network, reading or {})
 
 
 def export_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any] | None = None) -> bytes:
     """Return the network as ONNX without the values of its tensors, which `fedquilt.onnx.weights` adds."""
+    return _serialise_with_scales(_make_empty_graph(network), network, reading or {})
+
+
+def _make_graph(network: Mapping[str, Any], weights: Tensors) -> onnx.ModelProto:
+    if network.get("name") == "mlp":
+        _require_whole_network(network, numpy_init.tensor_names(network), weights)
+        return mlp_graph.make_mlp_graph(network, weights, OPSET)
+    import torch
+
+    model = registry.build_network(network)
+    _require_whole_network(network, model.state_dict(), weights)
+    model.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
+    name, fix = f"network {network.get('name')!r}", "export it as .safetensors"
+    return trace_to_onnx(model.eval(), registry.input_shape(network), name, fix)
+
+
+def _require_whole_network(network: Mapping[str, Any], names: Iterable[str], weights: Tensors) -> None:
+    if odd := sorted(set(names) ^ weights.keys()):
+        raise ModelError(
+            f"the result is not the whole network {network.get('name')!r} ({odd[0]!r} differs): "
+            "export it as .safetensors, which accepts any tensors"
+        )
+
+
+def _make_empty_graph(network: Mapping[str, Any]) -> onnx.ModelProto:
+    if network.get("name") == "mlp":
+        return mlp_graph.make_mlp_graph(network, None, OPSET)
+    import torch
+
+    from fedquilt.models.networks import traces
+
     model = registry.load_network(network, seed=0)
     float_tensors = {
         name: value.detach() for name, value in traces.state_without_aliases(model).items() if value.is_floating_point()
@@ -96,7 +119,7 @@ def export_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any
         raise ModelError(f"the ONNX of {name} has no tensor {odd[0]!r}, so devices cannot insert weights: {fix}")
     for tensor_name in float_tensors:
         graphs[tensor_name].ClearField("raw_data")
-    return _serialise_with_scales(proto, network, reading or {})
+    return proto
 
 
 def _serialise_with_scales(proto: onnx.ModelProto, network: Mapping[str, Any], reading: Mapping[str, Any]) -> bytes:

@@ -12,6 +12,9 @@ from fedquilt import extras
 def test_a_board_is_told_its_own_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it is without the extra, or a whole part is missing, which the other distribution has."""
     assert extras.installation_command("onnx") == "pip install 'fedquilt[onnx]'"
+    assert extras.missing_message("torch").endswith(
+        "pip install 'fedquilt[train]' (for a CPU, add --extra-index-url https://download.pytorch.org/whl/cpu)"
+    )
     (tmp_path / "fedquilt_board-1.0.dist-info").mkdir()
     monkeypatch.setattr(extras, "__file__", str(tmp_path / "fedquilt" / "extras.py"))
     assert extras.installation_command("onnx") == "pip install 'fedquilt-board[onnx]'"

@@ -133,7 +133,7 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
             "`Method.personal_model` that adds them to the network: roll out a run of another method, or a FILE.onnx"
         )
     if has_private_part:
-        from fedquilt.models.networks import onnx_file  # needs torch
+        from fedquilt.models.networks import onnx_file  # needs onnx
 
         graph = onnx_file.export_without_weights(artefact.meta["network"], _reading_settings(row))
         task_spec = method.send(state, DeviceView("", None))
@@ -237,7 +237,7 @@ def _encode_result(artefact: Artefact, row: StoredJob, *, onnx: bool) -> tuple[b
             raise ModelError(
                 f"a result of the kind {artefact.kind!r} has no ONNX: `fedquilt model export` writes it as .safetensors"
             )
-        from fedquilt.models.networks import onnx_file  # needs torch
+        from fedquilt.models.networks import onnx_file  # needs onnx
 
         payload = onnx_file.export_network(artefact.meta["network"], artefact.tensors, _reading_settings(row))
         label = f"network {artefact.meta['network'].get('name')}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -13,18 +13,21 @@ import numpy as np
 from fedquilt import metrics
 from fedquilt.console import table
 from fedquilt.core import DataError, EvaluationSums, evaluation
+from fedquilt.data.readers import table as table_reader
 from fedquilt.data.spec import TABLES
 from fedquilt.edge_agent.engines import evaluation_sums
 from fedquilt.formats import table_file
 from fedquilt.tools.artefacts.predictor import Answer, Predictor, StoredExamples
 
 BATCH: Final = 64
+MAX_NAMES: Final = 30  # of columns in an error
 DIGITS: Final = 4  # of a number in text
 LARGE_NUMBER: Final = 10.0**DIGITS  # larger numbers have no digits after the point
 DETAILED_METRICS: Final = tuple(  # only in JSON
     name for name in metrics.METRICS if name.startswith(("macro_", "micro_", "auc", "loss"))
 )
-SCORE: Final = "score: the network's output for the predicted class, not a probability"
+SCORE: Final = "score: the network's output for the predicted class"
+RESERVED_COLUMNS: Final = frozenset({"example", "prediction", "score", "probability", "label"})
 
 
 class ExampleBatch(NamedTuple):
@@ -39,6 +42,7 @@ class PredictedExamples:
     names: Sequence[str]  # file, or row from 0
     targets: Sequence[np.ndarray | None]  # None for unlabelled examples
     outputs: np.ndarray  # (n, names of the network)
+    kept: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # columns of the source
 
     @property
     def is_labelled(self) -> bool:
@@ -49,12 +53,18 @@ class PredictedExamples:
         return [self.network.output.decode_outputs(row) for row in self.outputs]
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return a row per example: "example", "prediction", "score", and "label" if any example has one."""
+        """Return a row per example in the source's order.
+
+        A row has "example", kept columns, "prediction", "score", "probability", and "label" if any example has one.
+        """
         rows = []
-        for name, answer, target in zip(self.names, self.answers, self.targets, strict=True):
-            row: dict[str, Any] = {"example": name, "prediction": answer.prediction}
+        for index, (name, answer, target) in enumerate(zip(self.names, self.answers, self.targets, strict=True)):
+            kept = {column: values[index] for column, values in self.kept.items()}
+            row: dict[str, Any] = {"example": name, **kept, "prediction": answer.prediction}
             if answer.score is not None:
                 row["score"] = answer.score
+            if self.network.has_probabilities:
+                row["probability"] = _largest_probability(self.outputs[index])
             if self.is_labelled:
                 row["label"] = None if target is None else self.network.output.decode_target(target)
             rows.append(row)
@@ -76,8 +86,17 @@ class PredictedExamples:
         }
 
 
-def predict_examples(model: Path, source: Path) -> PredictedExamples:
+def _largest_probability(outputs: np.ndarray) -> float:
+    return float(1 / np.exp(outputs.astype(np.float64) - outputs.max()).sum())
+
+
+def predict_examples(model: Path, source: Path, keep: Sequence[str] = ()) -> PredictedExamples:
+    """Return the predictions for the examples in a file or folder, which are read as in training.
+
+    Columns of a table that `keep` names are copied into the rows. Raise DataError if they do not fit.
+    """
     network = Predictor(model)
+    kept = _read_kept_columns(source, keep, RESERVED_COLUMNS | set(network.output.names)) if keep else {}
     names: list[str] = []
     targets: list[np.ndarray | None] = []
     outputs = []
@@ -85,7 +104,23 @@ def predict_examples(model: Path, source: Path) -> PredictedExamples:
         names += batch.names
         targets += batch.targets
         outputs.append(network.compute_scores(batch.prepared))
-    return PredictedExamples(network, names, targets, np.concatenate(outputs))
+    odd = next((column for column, values in kept.items() if len(values) != len(names)), None)
+    if odd is not None:
+        raise DataError(f"{source}: column {odd!r} has no value for each example, of several rows: leave --keep out")
+    return PredictedExamples(network, names, targets, np.concatenate(outputs), kept)
+
+
+def _read_kept_columns(source: Path, keep: Sequence[str], reserved: Set[str]) -> dict[str, list[Any]]:
+    if source.suffix.lower() not in TABLES:
+        raise DataError(f"{source} is not a table: --keep copies columns of a table, leave it out")
+    columns = table_reader.read_column_names(source)
+    for name in keep:
+        if name not in columns:
+            raise DataError(f"{source} has no column {name!r} to keep: choose from {', '.join(columns[:MAX_NAMES])}")
+        if name in reserved:
+            raise DataError(f"{source}: column {name!r} has the name of a column of the predictions: rename it")
+    chunks = list(table_reader.read_chunks(source))
+    return {name: [value for chunk in chunks for value in chunk.columns[name]] for name in keep}
 
 
 def _read_batches(network: Predictor, source: Path) -> Iterator[ExampleBatch]:
@@ -144,8 +179,8 @@ def _target_from_folder(path: Path, network: Predictor) -> np.ndarray | None:
 # -- output ---------------------------------------------------------------------------------------
 
 
-def print_predictions(model: Path, source: Path, format: str, out: Path | None = None) -> int:
-    predictions = predict_examples(model, source)
+def print_predictions(model: Path, source: Path, format: str, out: Path | None = None, keep: Sequence[str] = ()) -> int:
+    predictions = predict_examples(model, source, keep)
     if out is not None:
         _write_predictions(predictions, out)
     if format == "json":
@@ -185,9 +220,12 @@ def _format_table(predictions: PredictedExamples) -> list[str]:
         _flatten_row({name: value for name, value in row.items() if name != "score" or not has_many_scores})
         for row in predictions.to_rows()
     ]
-    align = "".join("<" if name in ("example", "prediction", "label") else ">" for name in rows[0])
+    words = {"example", "prediction", "label", *predictions.kept}
+    align = "".join("<" if name in words else ">" for name in rows[0])
     cells = [[_format_cell(value) for value in row.values()] for row in rows]
-    return [*table.format_table([list(rows[0]), *cells], align), *([SCORE] if "score" in rows[0] else [])]
+    softmax = ", probability: its softmax" if "probability" in rows[0] else ", not a probability"
+    notes = [f"{SCORE}{softmax}"] if "score" in rows[0] else []
+    return [*table.format_table([list(rows[0]), *cells], align), *notes]
 
 
 def _format_cell(value: Any) -> str:

@@ -135,6 +135,11 @@ class Predictor:
             raise ModelError(f"{model} has no labels in its metadata: use a file written by `fedquilt model export`")
 
     @property
+    def has_probabilities(self) -> bool:
+        """Whether the softmax of the outputs is a probability, as in classifiers trained with the cross-entropy."""
+        return self._metadata.network is not None and self.output.task == "classes"
+
+    @property
     def image_settings(self) -> Mapping[str, Any] | None:
         network = self._metadata.network or {}
         tables = (self._metadata.input, network.get("input"), network)

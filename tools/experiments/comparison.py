@@ -121,16 +121,30 @@ def describe_other_engines(job: JobSettings, cases: Sequence[ComparisonCase]) ->
 
 
 def describe_other_params(job: JobSettings, cases: Sequence[ComparisonCase]) -> list[str]:
-    lines = []
+    """Return a line on each method with other parameters than the job's: those that it refuses, and its own."""
+    job_params, lines = _all_params(job.method, job.params), []
     for method, params in {case.settings.method: case.settings.params for case in cases}.items():
-        known_names = {field.name for field in dataclasses.fields(methods.load(method).params)}
-        refused_names = [key for key in job.params if key in known_names and key not in params]
-        if refused_names:
-            lines.append(
-                f"{method} refuses {', '.join(refused_names)} of [params], and runs with its defaults: set "
-                f"others by --set {method}.lr=VALUE"
-            )
+        own_params = _all_params(method, params)
+        refused = {key: value for key, value in job.params.items() if key in own_params and key not in params}
+        other = {
+            key: value
+            for key, value in own_params.items()
+            if key not in refused and value not in (None, "", ()) and value != job_params.get(key)
+        }
+        texts = [f"without {_format_params(refused)} of [params], which it refuses"] if refused else []
+        texts += [f"with {_format_params(other)}"] if other else []
+        if texts:
+            lines.append(f"{method} runs {', and '.join(texts)}; --set {method}.PARAM=VALUE changes its parameters")
     return lines
+
+
+def _all_params(method: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    fields = dataclasses.fields(methods.load(method).params)
+    return {field.name: field.default for field in fields if field.default is not dataclasses.MISSING} | dict(params)
+
+
+def _format_params(params: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in params.items())
 
 
 def merge_params(job: JobSettings, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from fedquilt.core import (
     DeviceView,
     EvaluationSums,
     Examples,
+    FedquiltError,
     JobError,
     Method,
     Profile,
@@ -198,6 +199,18 @@ def evaluate_run(
                 sleep(POLL_S)
 
 
+def describe_test_result(store: Store, run: str) -> list[str]:
+    """Score the result of a run on its [test], and return a line on the score, or [] without [test]."""
+    job = store.find_job(run).job
+    if not job.test:
+        return []
+    try:
+        run_scores = convert_to_units(evaluate_run(store, run), job).scores
+    except FedquiltError as error:  # such as a network that differs by device
+        return table.fold_line(f"no test result: {error}")
+    return [f"test {_format_main_metric(score)}" for score in run_scores[-1:]]
+
+
 def _require_test_set(row: StoredJob) -> None:
     if row.job.test:
         return
@@ -309,21 +322,24 @@ def _read_state(store: Store, ref: BlobRef) -> bytes | None:
         return None
 
 
-def format_score(score: EvaluationScore, matrix: bool = False) -> list[str]:
-    """Return lines about a score and, if `matrix` is set and fits the terminal, its confusion matrix."""
-    metric, sums = metrics.METRICS[score.metric], score.evaluation
-    value = f"{metric.title} {metrics.format_value(metric, score.value)} on {score.examples} examples"  # stitched
-    text = value if sums is None else metrics.describe_evaluation(sums)
+def format_score(score: EvaluationScore, job: JobSettings | None = None) -> list[str]:
+    """Return lines about a score and, with `job` and if it fits the terminal, its confusion matrix."""
+    sums = score.evaluation
+    text = _format_main_metric(score) if sums is None else metrics.describe_evaluation(sums)  # None if stitched
     score_lines = table.fold_line(f"after {score.rounds} rounds: test {text}")
-    if not matrix or sums is None or (rows := evaluation.confusion_matrix(sums)) is None:
+    if job is None or sums is None or (rows := evaluation.confusion_matrix(sums)) is None:
         return score_lines
-    head = ["true, predicted", *map(str, range(len(rows)))]
-    matrix_lines = table.format_table(
-        [head, *([str(index), *map(str, row)] for index, row in enumerate(rows))], "<>", 10**6
-    )
+    names = scores.class_names(job, len(rows))
+    cells = [[name, *map(str, row)] for name, row in zip(names, rows, strict=True)]
+    matrix_lines = table.format_table([["true, predicted", *names], *cells], "<>", 10**6)
     if max(map(len, matrix_lines)) > table.line_width():
         matrix_lines = [f"--format json has the confusion matrix of {len(rows)} classes"]
     return [*score_lines, *matrix_lines]
+
+
+def _format_main_metric(score: EvaluationScore) -> str:
+    metric = metrics.METRICS[score.metric]
+    return f"{metric.title} {metrics.format_value(metric, score.value)} on {score.examples} examples"
 
 
 def scores_to_dict(run_scores: RunScores) -> dict[str, Any]:

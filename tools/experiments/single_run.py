@@ -284,6 +284,9 @@ def run_and_print(
         for line in machines.format_machines(machines.read_machines(plan.home, run)):
             console.report(f"{run} on {line}")
 
+    with Store(plan.home, durable=False) as store:
+        if (unfinished := store.find_unfinished(job, plan.bundle.resolve(), "simulation")) is not None:
+            console.report(plan.describe_start(store, unfinished))
     try:
         run = run_job(
             job,

@@ -31,6 +31,7 @@ def make_result(
         "metric": find_main_metric(runs).name,
         "target": target,
         "table": make_rows(runs, target),
+        "differences": compare_with_first(runs),
         "failed": list(failed),
         "runs": [msgspec.to_builtins(run) for run in runs],
     }
@@ -41,6 +42,22 @@ def make_rows(runs: Sequence[SeedRun], target: float | None) -> list[dict[str, A
         make_row(name, [run for run in runs if run.method == name and run.marks], target)
         for name in dict.fromkeys(run.method for run in runs if run.marks)
     ]
+
+
+def compare_with_first(runs: Sequence[SeedRun]) -> list[dict[str, Any]]:
+    """Return the 95 % interval of each method's difference to the first, paired by seed, for two or more seeds."""
+    values: dict[str, dict[int, float]] = {}
+    for run in runs:
+        if run.marks and (value := run.marks[-1].value) is not None:
+            values.setdefault(run.method, {})[run.seed] = value
+    first, *others = values or [""]
+    differences = []
+    for name in others:
+        paired = [values[name][seed] - values[first][seed] for seed in values[name].keys() & values[first].keys()]
+        if len(paired) > 1:
+            interval = confidence_interval(paired)
+            differences.append({"method": name, "first": first, "seeds": len(paired), "interval": list(interval)})
+    return differences
 
 
 def make_row(name: str, runs: Sequence[SeedRun], target: float | None) -> dict[str, Any]:
@@ -148,11 +165,19 @@ def make_table_notes(result: dict[str, Any]) -> list[str]:
     )
     return [
         *([result["note"]] if result["note"] else []),
+        *(_format_difference(difference, metric) for difference in result["differences"]),
         f"{metric.title}: on the {result['accuracy_on']} after the last round, mean and sd over seeds; "
         "best: of any round",
         cost_note,
         "J: energy of tasks, predicted by profiles; board s: duration of rounds there; real s: on this machine",
     ]
+
+
+def _format_difference(difference: Mapping[str, Any], metric: metrics.Metric) -> str:
+    scale = metrics.display_factor(metric)
+    low, high = (f"{scale * bound:+.{2 if scale > 1 else 4}f}" for bound in difference["interval"])
+    names, unit = f"{difference['method']} minus {difference['first']}", " points" if metric.share else ""
+    return f"{names}: 95 % interval [{low}, {high}]{unit} of {metric.title}, paired by {difference['seeds']} seeds"
 
 
 def _format_value(value: float | None, scale: float, digits: int) -> str:

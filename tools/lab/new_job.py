@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -110,13 +111,19 @@ class NewJob:
         text, digits_copy = "\n".join(self._format_lines()) + "\n", self.path.with_name(find_digits().name)
         has_digits = self.data.data.get("path") == str(find_digits())
         if not force:
-            _require_same_or_absent(self.path, text.encode())
+            _require_same_or_absent(self.path, text.encode(), self._suggest_path().name)
             if has_digits:
                 _require_same_or_absent(digits_copy, find_digits().read_bytes())
         disk.write_output(self.path, text)
         if has_digits:
             with disk.disk_errors(f"write {digits_copy}"):
                 shutil.copyfile(find_digits(), digits_copy)
+
+    def _suggest_path(self) -> Path:
+        """Return the path of a file that does not exist, named after the data."""
+        stem = Path(str(self.data.data.get("path") or self.data.data["dataset"])).stem
+        names = (f"{stem}{f'-{number}' if number > 1 else ''}.toml" for number in itertools.count(1))
+        return next(path for path in map(self.path.with_name, names) if not path.exists())
 
     def _format_lines(self) -> Iterator[str]:
         data, card, method = self.data, method_pages.make_card(self.method), methods.load(self.method)
@@ -190,11 +197,11 @@ class NewJob:
         yield "# held = 0.2          # share of a device's examples held out for evaluations"
 
 
-def _require_same_or_absent(file: Path, payload: bytes) -> None:
-    run = f"run it by `fedquilt simulate {file}`, " if file.suffix == ".toml" else ""
+def _require_same_or_absent(file: Path, payload: bytes, new_name: str = "FILE.toml") -> None:
+    run = f", run it by `fedquilt simulate {file}`" if file.suffix == ".toml" else ""
     with disk.disk_errors(f"read {file}"):
         if file.exists() and file.read_bytes() != payload:
-            raise StoreError(f"{file} exists already with other content: {run}add --force, or choose another --out")
+            raise StoreError(f"{file} exists already with other content: add --out {new_name}{run}, or add --force")
 
 
 def inspect_source(source: str, label: str) -> DataInspection:

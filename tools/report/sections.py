@@ -20,7 +20,7 @@ from fedquilt.coordinator.rounds.events import (
     UpdateAccepted,
 )
 from fedquilt.coordinator.rounds.selection import REASONS
-from fedquilt.coordinator.views import event_messages, run_summary
+from fedquilt.coordinator.views import event_messages, run_summary, scores
 from fedquilt.coordinator.views.round_outcomes import DeviceOutcome
 from fedquilt.coordinator.views.run_summary import CostLedger, RunSummary
 from fedquilt.core import evaluation
@@ -194,8 +194,7 @@ def make_confusion_section(run: RunData) -> PageSection | None:
     rows = None if sums is None else evaluation.confusion_matrix(sums)
     if rows is None or not any(map(any, rows)):
         return None
-    labels = run.row.job.labels or run.row.job.data.get("labels") or ()
-    names = list(labels) if len(labels) == len(rows) else [str(number) for number in range(len(rows))]
+    names = scores.class_names(run.row.job, len(rows))
     note = (
         f"Examples of {examples_of} in the last evaluation: a row for each true class, a column for each predicted "
         "class."
@@ -350,17 +349,13 @@ def make_device_section(run: RunData) -> PageSection | None:
             name,
             *_format_device_cells(cost),
             *(run_summary.format_contribution(cost, run.summary.total) if is_buffered else []),
-            *(
-                [_format_value(_find_main_metric(run).name, held_out_values[name]) if name in held_out_values else "-"]
-                if held_out_values
-                else []
-            ),
+            *(_format_held_out_cells(run, name) if held_out_values else []),
         ]
         for name, cost in costs.items()
     ]
     head = ["device", "tasks", "refused", "s per task", "J", "J above idle", "peak memory", "down", "up"]
     head += ["share of updates", "commits old, mean"] if is_buffered else []
-    head += [f"last {_find_main_metric(run).title}"] if held_out_values else []
+    head += ["held out", f"last {_find_main_metric(run).title}"] if held_out_values else []
     drawn = dict(sorted(costs.items(), key=lambda item: -(item[1].energy_j or 0.0))[:MAX_BARS])
     notes = [] if len(drawn) == len(costs) else [f"Drawn: {len(drawn)} of {len(costs)} devices."]
     figures = []
@@ -396,6 +391,13 @@ def make_device_section(run: RunData) -> PageSection | None:
     energy_source = run.summary.total.energy_word.strip() or "measured"
     notes += [f"Energy {energy_source} by: {'; '.join(sources)}."] if sources else []
     return PageSection((), render_plots(*figures), notes, HtmlTable(head, rows))
+
+
+def _format_held_out_cells(run: RunData, device: str) -> list[str]:
+    score = run.summary.scores.get(device)
+    return (
+        ["-", "-"] if score is None else [str(score.examples), _format_value(_find_main_metric(run).name, score.value)]
+    )
 
 
 def _format_device_cells(cost: CostLedger) -> list[str]:

@@ -30,6 +30,7 @@ from fedquilt.coordinator.settings import (
     require_no_simulated_faults,
 )
 from fedquilt.coordinator.storage.store import Origin, Store
+from fedquilt.coordinator.views.run_summary import summarise_events
 from fedquilt.coordinator.views.terminal import VIRTUAL_FORMAT, Console, run_coordinator
 from fedquilt.core import Bundle, Device, Examples, JobError
 from fedquilt.data import compatibility, examples
@@ -156,6 +157,21 @@ class FleetPlan:
         store.set_status(run, "running")
         return run
 
+    def describe_start(self, store: Store, run: str) -> str:
+        """Return whether a run begins or continues, as a line."""
+        row = store.find_job(run)
+        state = summarise_events(row.job, store.read_events(run)).state
+        if state.phase != "new":
+            return f"continues {run} at round {state.completed_rounds + 1}"
+        others = [
+            other.id
+            for other in store.readable_jobs()
+            if (other.bundle, other.origin) == (row.bundle, row.origin) and other.status not in ("done", "failed")
+        ]
+        others.remove(run)
+        file = self.bundle.with_suffix(".toml").name
+        return f"{run}: {f'{file} or its data changed: a new run, ' if others else ''}creating {self.size} devices"
+
 
 def run_fleet_on_broker(plan: FleetPlan, broker: Mapping[str, Any] | None, *, verbose: bool = False) -> tuple[str, str]:
     """Run agents as processes and a coordinator here. Return the run id and its final status."""
@@ -175,7 +191,7 @@ def run_fleet_on_broker(plan: FleetPlan, broker: Mapping[str, Any] | None, *, ve
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: use another --home")
         run = plan.queue_or_resume(store)
         console = Console(verbose=verbose, start_hint=f"the boards' logs: {plan.get_agent_folder(run, '*')}/agent.log")
-        console.report(f"{run}: starting {plan.size} agents")
+        console.report(plan.describe_start(store, run))
         agents = stack.enter_context(start_agents(plan.make_agent_tables(run), broker))
         mqtt_link = MqttLink(Broker.from_url(**broker), make_coordinator_client_id(plan.fleet))
         mqtt_link.wait_until_connected(timeout_s=10.0)
@@ -204,7 +220,7 @@ def run_fleet_virtually(
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: use another --home")
         run = plan.queue_or_resume(store, create_board, "virtual")
         console = Console(verbose=verbose, clock=lambda: broker.now_s, stamp=VIRTUAL_FORMAT.format)
-        console.report(f"{run}: creating {plan.size} devices")
+        console.report(plan.describe_start(store, run))
         link = broker.connect()
         server = Server(
             LinkExecutor(link, plan.fleet, store.blob_store, store.begin_epoch()), store, console.observe, only=run

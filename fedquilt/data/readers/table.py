@@ -86,7 +86,7 @@ class ColumnDecoder:
         for row, value in enumerate(chunk.columns[name]):
             if is_missing(value):
                 if fill is None:
-                    hint = "set [data] fill to a number, or leave such rows out"
+                    hint = "write a number or leave the row out, or train with [data] fill"
                     raise self._cell_error(chunk, row, name, f"the value is missing: {hint}")
                 numbers[row] = fill
                 continue
@@ -126,7 +126,8 @@ class ColumnDecoder:
             if str(value) in column_by_kind:
                 one_hot[row, column_by_kind[str(value)]] = 1
             elif not (is_missing(value) and self._fill_value(name) is not None):  # a filled cell has no category
-                problem = f"{_quote(value)} is not a category ({', '.join(kinds)}): add it to [data] categories"
+                hint = "correct it or leave the row out, or train with it in [data] categories"
+                problem = f"{_quote(value)} is not a category ({', '.join(kinds)}): {hint}"
                 raise self._cell_error(chunk, row, name, problem)
         return one_hot
 

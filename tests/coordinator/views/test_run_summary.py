@@ -17,7 +17,7 @@ from fedquilt.coordinator.rounds.events import (
     UpdateAccepted,
 )
 from fedquilt.coordinator.views import run_summary
-from fedquilt.coordinator.views.event_messages import format_energy_summary
+from fedquilt.coordinator.views.event_messages import describe_best_round, format_energy_summary
 from fedquilt.coordinator.views.run_summary import energy_per_point_j, progress_points, sum_costs
 from fedquilt.core import BlobRef, EvaluationSums, Usage
 
@@ -56,6 +56,21 @@ def test_joules_are_gross_and_net_with_their_error_by_task_round_device_and_exam
         "energy: 24.00 J (16.00 J above idle, ± 2.00 J) for 3 tasks: "
         "8.00 J per task, 12.00 J per round, 0.6 J per example"
     )
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "line"),
+    [
+        ([], []),
+        ([0.5], []),
+        ([0.5, 0.8], []),
+        ([0.5, 0.8, 0.8], []),
+        ([0.5, 0.8, 0.8, 0.6], ["best held-out accuracy 80.0 % after round 1: `export`"]),
+    ],
+)
+def test_the_best_evaluation_is_named_if_the_last_is_worse(accuracies: list[float], line: list[str]) -> None:
+    summary = summarise_events([checked(round, accuracy) for round, accuracy in enumerate(accuracies)])
+    assert describe_best_round(summary, "export") == line
 
 
 def test_what_was_not_measured_is_none_and_never_nothing():

@@ -149,6 +149,7 @@ def assert_helpful(answered: tuple[int, str], code: int, *named: str) -> None:
         ("simulate job.toml --label kind", 2, ("--label", "job.toml")),
         ("simulate job.toml --home note.txt", 6, ("note.txt", "name a folder in place of a file")),
         ("simulate job.toml --engine pol", 2, ("'pol'", "pool")),
+        ("report job other", 2, ("extra argument (other)", "write fedquilt report RUN")),
         ("simulate", 2, ("SOURCE", "fedquilt simulate --help")),
         ("simlate job.toml", 2, ("'simlate'", "did you mean 'simulate'?")),
         ("run jbo.toml", 2, ("jbo.toml", "did you mean 'job.toml'?")),

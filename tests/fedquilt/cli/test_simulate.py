@@ -1,5 +1,6 @@
 """`fedquilt simulate`: from a file to a job, a run, a report and predictions, in one command each."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 import fedquilt as fq
 from fedquilt.cli import jobs, main
+from fedquilt.coordinator.rounds.events import RoundCommitted
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.formats import job_bundle, toml
 from fedquilt.tools.simulation import agents
@@ -51,7 +53,8 @@ def test_a_second_time_changes_no_job_and_another_label_needs_force(capsys, monk
     written = Path("job.toml").read_bytes()
     assert "job.bundle: " not in run(capsys, "simulate", "flowers.csv", "--label", "kind", code=9)
     said = run(capsys, "simulate", "flowers.csv", "--label", "colour", code=6)
-    assert "job.toml exists already with other content: run it by `fedquilt simulate job.toml`, add --force" in said
+    fixes = "add --out flowers.toml, run it by `fedquilt simulate job.toml`, or add --force"
+    assert f"job.toml exists already with other content: {fixes}" in said
     assert Path("job.toml").read_bytes() == written
 
 
@@ -88,6 +91,37 @@ def test_other_data_begin_another_run(capsys, here, monkeypatch):
         main(["simulate", "job.toml"])
         with Store(here / "fedquilt-runs") as store:
             assert len(store.readable_jobs()) == count
+
+
+def simulate_small_job(capsys: pytest.CaptureFixture[str], rounds: int, **changes: object) -> str:
+    if not Path("job.toml").exists():
+        run(capsys, "init", "--data", "flowers.csv", "--label", "kind", "--rounds", "2")
+    table = toml.read_toml(Path("job.toml")) | changes | {"rounds": rounds, "engine": "numpy"}
+    Path("job.toml").write_text(toml.format_toml(table))
+    return run(capsys, "simulate", "job.toml")
+
+
+def test_a_run_ends_with_its_test_result(capsys):
+    assert "\ntest accuracy" not in simulate_small_job(capsys, 1)
+    said = simulate_small_job(capsys, 2, test={"path": "flowers.csv"})
+    assert re.search(r"\ntest accuracy [0-9.]+ % on 120 examples\n", said)
+
+
+def test_an_interrupted_run_continues_and_a_changed_job_begins_a_new_one(capsys, here):
+    simulate_small_job(capsys, 2)
+    with Store(here / "fedquilt-runs") as store:
+        (row,) = store.readable_jobs()
+        events = [event for _, _, event in store.read_events(row.id)]
+        unfinished = store.add_job(row.job, row.bundle, "virtual")
+        for event in events[: next(i for i, event in enumerate(events) if isinstance(event, RoundCommitted)) + 1]:
+            store.append_event(unfinished, event)
+        store.set_status(unfinished, "running")
+        plan = agents.FleetPlan(row.job, row.bundle, here / "fedquilt-runs")
+        assert plan.describe_start(store, unfinished) == f"continues {unfinished} at round 2"
+    assert "job.toml or its data changed: a new run, creating 10 devices" in simulate_small_job(capsys, 3)
+    with Store(here / "fedquilt-runs") as store:
+        store.set_status(unfinished, "done")
+    assert ": creating 10 devices" in simulate_small_job(capsys, 1)
 
 
 @pytest.mark.parametrize("words", [("simulate", "flowers.csv"), ("init", "--data", "flowers.csv")])

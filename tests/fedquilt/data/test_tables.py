@@ -130,7 +130,11 @@ def test_fewer_users_than_devices_are_an_error(tmp_path):
             {},
             r"a\.csv, line 3, column 'x': 'two' is not a number: .*categories = { x = \[\"1\", \"two\"\]",
         ),
-        ("x,y\n1,0\n,1\n", {}, r"line 3, column 'x': the value is missing: set \[data\] fill to a number"),
+        (
+            "x,y\n1,0\n,1\n",
+            {},
+            r"line 3, column 'x': the value is missing: write a number or leave the row out, or train with",
+        ),
         ("x,y\n1,0\ninf,1\n", {}, r"line 3, column 'x': 'inf' is not a finite number"),
         ("x,y\n1,0\n2\n", {}, r"a\.csv, line 3: 1 values for the 2 columns of line 1"),
         ("x,x,y\n1,0,1\n", {}, r"line 1: two columns are called 'x'"),

@@ -245,6 +245,28 @@ def test_a_topic_that_the_broker_does_not_permit_is_reported(machine, caplog):
     assert f"the broker does not deliver {TOPIC}: permit the topic" in caplog.text
 
 
+def test_a_link_that_is_connected_already_publishes_its_state_before_it_waits(machine, monkeypatch):
+    client, link = machine.create("/a")
+    client.connect()
+    numbers = []
+    monkeypatch.setattr(
+        client, "wait", lambda timeout_s: numbers.append(link._state.number) or machine.take_step(STEP_S, client)
+    )
+    link.require_exclusive_use()
+    assert numbers
+    assert numbers[0] == 1
+
+
+def test_a_slow_broker_is_not_reported_and_the_second_process_ends(machine, monkeypatch, caplog):
+    machine.start("/a", id="x")
+    client, link = machine.create("/b", id="y")
+    monkeypatch.setattr(client, "receive", lambda: Client.receive(client) if machine.broker.now_s > 10 else [])
+    with pytest.raises(JobError, match=":/a"):
+        link.require_exclusive_use()
+    assert machine.broker.now_s > 10
+    assert "does not come back" not in caplog.text
+
+
 def test_other_messages_pass_and_unreadable_states_are_ignored(machine):
     first = machine.start("/a")
     link = machine.running[first]

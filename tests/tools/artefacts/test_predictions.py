@@ -122,6 +122,7 @@ def test_what_is_printed_tells_wrong_answers_and_the_share_of_right_ones(
 
 
 NETWORK = {"name": "cnn", "classes": 2, "input": {"channels": 1, "size": 4}}
+SOFTMAX = float(1 / np.exp([-1.0, 0.0]).sum())  # of outputs 0.5 and -0.5
 BRIGHT = 1 - 0.5  # both outputs of a white image, with opposite signs
 
 
@@ -132,8 +133,11 @@ BRIGHT = 1 - 0.5  # both outputs of a white image, with opposite signs
             "classes",
             {},
             [1, 0],
-            [{"prediction": "1", "score": BRIGHT, "label": "1"}, {"prediction": "0", "score": BRIGHT, "label": "0"}],
-            ["example,prediction,score,label", "0,1,0.5,1", "1,0,0.5,0"],
+            [
+                {"prediction": "1", "score": BRIGHT, "probability": SOFTMAX, "label": "1"},
+                {"prediction": "0", "score": BRIGHT, "probability": SOFTMAX, "label": "0"},
+            ],
+            ["example,prediction,score,probability,label", f"0,1,0.5,{SOFTMAX},1", f"1,0,0.5,{SOFTMAX},0"],
             {"accuracy": 1.0},
         ),
         (

@@ -17,6 +17,7 @@ pytest.importorskip("onnxruntime")
 import onnxruntime
 
 from fedquilt.arrays import tensors
+from fedquilt.core import DataError
 from fedquilt.data import inputs
 from fedquilt.models.networks import onnx_file, onnx_scaling
 from fedquilt.tools.artefacts import graph_interface, prepare
@@ -64,7 +65,11 @@ def test_bare_onnx_runtime_gives_the_predictions_of_the_training_engine(tmp_path
     session = onnxruntime.InferenceSession(model)
     raw = raw_inputs(columns)
     (bare,) = session.run(None, {"x": raw})
-    predicted = predict_examples(model, tmp_path / "houses.csv")
+    predicted = predict_examples(model, tmp_path / "houses.csv", ["kind", "area"])
+    kept = [(row["kind"], float(row["area"])) for row in predicted.to_rows()]
+    assert kept == [(dict(zip(ROWS[0], row, strict=True))["kind"], row[ROWS[0].index("area")]) for row in ROWS[1:]]
+    with pytest.raises(DataError, match=r"houses.csv has no column 'id' to keep: choose from .*area"):
+        predict_examples(model, tmp_path / "houses.csv", ["id"])
     np.testing.assert_allclose(predicted.outputs, bare, rtol=1e-5, atol=1e-5)
 
     hidden = np.maximum(inputs.prepare_inputs(raw, network["input"]) @ weights["1.weight"].T + weights["1.bias"], 0)

@@ -135,6 +135,7 @@ def test_runs_show_figures_and_who_works(dash: Dashboard) -> None:
     digits, leaves = told["runs"]
     assert (digits["name"], digits["status"], digits["done"]) == ("digits", "interrupted", 2)
     assert (leaves["name"], leaves["status"], leaves["done"]) == ("leaves", "stopped", 3)
+    assert digits["now"]["waits"].startswith("its interrupted coordinator: `fedquilt serve --home ")
     assert digits["now"]["asked"] == [name for name in DEVICES if int(name[-2:]) % 5][1:16]
     run = dash.values("/api/runs/digits")
     assert run["fact_at"] < dash.values("/api/runs?later")["at"] <= dash.values("/api/runs/digits?later")["at"]

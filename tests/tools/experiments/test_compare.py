@@ -133,8 +133,11 @@ def test_shared_parameters_that_another_method_refuses_have_its_defaults(
     job = settings.parse_job({**TABLE, "params": params, "compare": {}})
     [case] = comparison.make_cases(job, folder, [method], [0])
     assert case.settings.params == {key: value for key, value in params.items() if key not in refused}
-    text = f"{method} refuses {', '.join(refused)} of [params], and runs with its defaults: set others by --set"
-    assert [line.startswith(text) for line in comparison.describe_other_params(job, [case])] == [True] * bool(refused)
+    lines = comparison.describe_other_params(job, [case])
+    text = f"{method} runs without {', '.join(f'{key} {params[key]}' for key in refused)} of [params], which it refuses"
+    assert [line.startswith(text) for line in lines] == [bool(refused)]
+    assert ("fedprox runs with mu 0.01; --set fedprox.PARAM=VALUE" in lines[0]) == (method == "fedprox")
+    assert not comparison.describe_other_params(job, comparison.make_cases(job, folder, [job.method], [0]))
     for key in refused:
         with pytest.raises(JobError, match=key):
             comparison.make_cases(job, folder, [method], [0], changes={method: {key: params[key]}})
@@ -231,6 +234,18 @@ def test_the_table_has_means_and_deviations_over_seeds() -> None:
     assert avg["best"] == pytest.approx((0.8 + 0.95) / 2)
     assert avg["in_all"] == {"rounds": 2.0, "bytes": 2e6, "energy_j": 20.0, "seconds": 4.0, "real_s": 2.0}
     assert (prox["sd"], prox["worst_decile"]) == (None, 0.25)
+
+
+def test_methods_are_compared_with_the_first_by_differences_paired_by_seed() -> None:
+    """Differences of 0.1, 0.1 and 0.2: mean 0.1333, sd 0.0577, and t is 4.303 for three."""
+    values = {"fedavg": (0.8, 0.9, 0.7), "fedprox": (0.9, 1.0, 0.9), "scaffold": (0.5,)}
+    runs = [made(name, seed, value) for name, seeds in values.items() for seed, value in enumerate(seeds)]
+    result = tables.make_result("j", runs, None)
+    [difference] = result["differences"]
+    assert (difference["method"], difference["first"], difference["seeds"]) == ("fedprox", "fedavg", 3)
+    assert difference["interval"] == pytest.approx([-0.0101, 0.2768], abs=1e-4)
+    line = "fedprox minus fedavg: 95 % interval [-1.01, +27.68] points of accuracy, paired by 3 seeds"
+    assert line in tables.make_table_notes(result)
 
 
 def test_costs_to_a_target_are_those_of_the_first_evaluation_that_reached_it() -> None:

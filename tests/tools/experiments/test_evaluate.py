@@ -84,10 +84,11 @@ def test_the_last_state_is_scored_and_kept(store: Store) -> None:
     (score,) = found.scores
     assert (score.rounds, score.value, score.examples) == (1, 0.75, 4)
     assert said == [score]
-    assert evaluation.format_score(score, matrix=True)[0].startswith(
-        "after 1 rounds: test accuracy 75.00 % of 4 examples, "
-    )
-    rows = [line.split() for line in evaluation.format_score(score, matrix=True)[2:]]
+    job = settings.parse_job({**TABLE, "labels": ["left", "right"]})
+    assert evaluation.format_score(score)[0].startswith("after 1 rounds: test accuracy 75.00 % of 4 examples, ")
+    head, *rows = [line.split() for line in evaluation.format_score(score, job)[1:]]
+    assert head == ["true,", "predicted", "left", "right"]
+    assert [row[0] for row in rows] == ["left", "right"]
     assert sum(int(count) for row in rows for count in row[1:]) == 4
     assert int(rows[0][1]) + int(rows[1][2]) == 3
     (row,) = evaluation.scores_to_dict(found)["scores"]

@@ -242,13 +242,16 @@ def test_of_many_devices_the_worst_errors_are_drawn(tmp_path: Path) -> None:
         facts += [UpdateAccepted(0, update(f"dev-{i:02d}", 0), 2.0) for i in range(50)]
         run = run_of(store, [*facts, RoundClosed(0), RoundCommitted(0, BLOB, False, {}, (), 2.0)])
         found = report.load_run_data(store, run)
-    errors = {f"dev-{i:02d}": DeviceScore(0, i / 10) for i in range(50)}
+    errors = {f"dev-{i:02d}": DeviceScore(0, i / 10, 5) for i in range(50)}
     summary = structs.replace(found.summary, scores=errors)
     measured = scores.EvaluationScore(1, 1.0, 1, metric="rmse")
     section = sections.make_device_section(replace(found, summary=summary, scores=(measured,)))
     assert section is not None
     assert "RMSE: the worst 40 of 50 devices are drawn." in section.notes
     assert "dev-49 4.9" in str(section)
+    assert section.table is not None
+    assert section.table.head[-2:] == ["held out", "last RMSE"]
+    assert section.table.rows[0][-2:] == ["5", "0"]
     assert "dev-09 0.9" not in str(section)
 
 

@@ -102,7 +102,7 @@ def test_an_export_says_that_the_trained_networks_stay_on_devices(tmp_path: Path
     run, _ = fleet.run_fleet_virtually(given)
     with Store(given.home) as store:
         described = export.export_result(store, run, tmp_path / "weights.safetensors")
-    assert "untrained: local leaves the trained networks on devices" in described
+    assert "untrained: local leaves the trained ones on devices" in described
 
 
 def test_processes_on_a_real_broker_end_with_the_same_bits_as_virtual_time(tmp_path: Path) -> None:

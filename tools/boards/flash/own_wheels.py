@@ -41,7 +41,8 @@ BOARD_FILES: Final = (
 NOT_ON_BOARDS: Final = (
     *("data/compatibility.py", "data/inspection.py", "formats/job_bundle.py"),
     *("edge_agent/engines/batch_training.py", "edge_agent/engines/torch/batch_engine.py"),
-    *("models/networks/onnx_file.py", "models/networks/onnx_scaling.py", "models/partial/dependency_trace.py"),
+    *("models/networks/mlp_graph.py", "models/networks/onnx_file.py", "models/networks/onnx_scaling.py"),
+    "models/partial/dependency_trace.py",
     *("models/stitching/onnx/", "models/stitching/search/ranking.py"),
     *("tools/boards/doctor/coordinator.py", "transport/memory_link.py"),
 )

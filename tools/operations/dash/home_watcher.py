@@ -21,7 +21,7 @@ from fedquilt.coordinator.rounds.job_state import JobConstants
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
 from fedquilt.coordinator.storage.rows import DatabaseIdentity, UnreadableRow
 from fedquilt.coordinator.storage.store import NAME, ChangeDetector, StoredJob, StoreReader
-from fedquilt.coordinator.views import devices, round_outcomes, scores
+from fedquilt.coordinator.views import devices, job_changes, round_outcomes, scores
 from fedquilt.core import FedquiltError, JobError, StoreError
 from fedquilt.tools.operations.dash.run_follower import MAX_CELLS, RunFollower, find_round_outcomes
 
@@ -41,7 +41,8 @@ class RunList(NamedTuple):
     rows: list[StoredJob | UnreadableRow]
     statuses: Mapping[str, str]  # run -> status
     is_served: bool
-    wait_reasons: Mapping[str, str]  # suspended run -> reason
+    wait_reasons: Mapping[str, str]  # suspended or interrupted run -> reason
+    changes: Mapping[str, str]  # run -> what differs from the previous run of the job
 
 
 class FleetView(NamedTuple):
@@ -187,7 +188,12 @@ class HomeWatcher:
         statuses = {row.id: store.current_status(row) if isinstance(row, StoredJob) else row.status for row in rows}
         suspended = store.suspensions.current_suspensions()
         wait_reasons = {run: str(hold) for run, hold in suspended.items() if statuses.get(run) == "held"}
-        return RunList(rows, statuses, self._update_served(), wait_reasons)
+        wait_reasons |= {
+            row.id: f"its interrupted coordinator: {store.describe_resume(row)}"
+            for row in rows
+            if isinstance(row, StoredJob) and statuses[row.id] == "interrupted"
+        }
+        return RunList(rows, statuses, self._update_served(), wait_reasons, job_changes.describe_changes(rows))
 
     def open_rollout_log(self) -> RolloutLog:
         """Return the rollouts of the home. Use only in the thread of `run_in_reader_thread`."""

@@ -158,6 +158,7 @@ async def load_runs_page(watcher: HomeWatcher, query: Query) -> dict[str, Any]:
             runs.append({**run, "problem": row.reason})
             continue
         run |= {"name": row.job.name, "method": row.job.method, "rounds": row.job.rounds, "origin": row.origin}
+        run["changed"] = run_list.changes.get(row.id, "")
         run |= await watcher.add_stored_results(row, await watcher.load_summary(row))
         if row.status not in ENDED_PHASES and "done" in run:
             describe_round = (await watcher.load_follower(row.id)).describe_current_round

@@ -55,7 +55,7 @@ export function page(place, { name, again, ask, session, say }) {
     live.hidden = !now;
     if (now) {
       live.replaceChildren(`${now.name[0].toUpperCase()}${now.name.slice(1)}${now.attempt ? `, attempt ${now.attempt + 1}` : ""}, ${now.answered} of ${now.selected} updates`,
-        now.asked.length ? "; at work: " : "", ...now.asked.slice(0, 12).flatMap((each, place) => [place ? ", " : "", boardLink(each)]), now.asked.length > 12 ? ` and ${now.asked.length - 12} more` : "");
+        now.asked.length ? (told.status === "interrupted" ? "; no update from " : "; at work: ") : "", ...now.asked.slice(0, 12).flatMap((each, place) => [place ? ", " : "", boardLink(each)]), now.asked.length > 12 ? ` and ${now.asked.length - 12} more` : "");
     }
     draw(told);
     await because(wanted);

@@ -55,7 +55,7 @@ export function tally(now, run) {
 const result = ({ metric: of }, data) => (of && of[data] !== null ? [metric(of, of[data]), h("small", {}, ` ${of.title}`)] : "–");
 
 function row(each) {
-  const head = h("th", { scope: "row" }, runLink(each.run), h("small", {}, [each.method, each.began && `begun ${day(each.began)}`].filter(Boolean).join(", ")));
+  const head = h("th", { scope: "row" }, runLink(each.run), h("small", {}, [each.method, each.changed, each.began && `begun ${day(each.began)}`].filter(Boolean).join(", ")));
   if (each.problem) return h("tr", {}, head, h("td", { "data-head": "Status" }, status(each.status)), h("td", { class: "words bad", colspan: 6 }, each.problem));
   const known = each.done !== undefined;
   const now = each.now;
