@@ -219,8 +219,8 @@ def remove_devices(store: Store, devices: Sequence[str], *, force: bool = False)
                 )
         telemetry_store.request_removal(devices)
     return (
-        f"{', '.join(devices)}: removed {_describe_when(store)}. A device whose agent still runs returns with its "
-        "next message. Certificates stay valid: to revoke one, `fedquilt identity revoke NAME`"
+        f"{', '.join(devices)}: removed {_describe_when(store)}. A device whose agent still runs returns within "
+        "10 minutes. Certificates stay valid: to revoke one, `fedquilt identity revoke NAME`"
     )
 
 

@@ -44,8 +44,13 @@ class RolloutPlan(wire.ReleaseContent, frozen=True, omit_defaults=True):
 
     def require_valid(self) -> None:
         labels.require_valid_selection(self.select)
-        if not self.canary or not self.phases:
-            raise JobError("a canary of 0 % or no phase after it: set for instance --phases 5% 100%")
+        if not self.canary:
+            raise JobError("the canary is 0 % of the devices: set a larger first share, as in --phases 5% 100%")
+        if not self.phases:
+            raise JobError(
+                f"--phases has one share, {100 * self.canary:g} %: the first is the canary, so add a later one, as in "
+                "--phases 5% 100%"
+            )
         if any(
             next_share <= previous_share
             for previous_share, next_share in zip(self.cumulative_shares, self.cumulative_shares[1:], strict=False)

@@ -280,8 +280,8 @@ def test_one_rollout_of_a_kind_at_a_time(ground):
     ("changes", "said"),
     [
         ({"phases": (0.03, 1.0)}, "phases 5 %, 3 %, 100 % do not grow"),
-        ({"phases": ()}, "no phase after it"),
-        ({"canary": 0.0}, "a canary of 0 %"),
+        ({"phases": (), "canary": 1.0}, "--phases has one share, 100 %"),
+        ({"canary": 0.0}, "the canary is 0 %"),
         ({"window": "2-5"}, "window '2-5' is invalid: write 02:00-05:00"),
         ({"window": "02:00-02:00"}, "is empty: set different times"),
         ({"select": ("Site Lab",)}, "is not a label or !label"),
