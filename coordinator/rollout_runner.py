@@ -103,7 +103,7 @@ class RolloutRunner:
             state = self._states.get(stored.state.id)
             if state is None:
                 state = self._states[stored.state.id] = stored.state
-                self._set_owner(state, state.offered)
+                self._update_owners(state.plan.kind, state.offered)
                 wall_s = self._store.blob_store.disk.wall_clock_s()
                 if (restart_event := rollout.rollout_restart_event(state, wall_s - stored.last_event_time)) is not None:
                     self._record_events([(state.id, restart_event)], now_s)
@@ -186,11 +186,12 @@ class RolloutRunner:
             self._observe(state, event)
             match event:
                 case ReleaseOffered(devices=devices):
-                    self._set_owner(state, devices)
+                    self._update_owners(state.plan.kind, devices)
                     self._last_contact_s.update(dict.fromkeys(devices, now_s))
                     self._send_releases(state, devices, now_s)
                 case RolloutReverted():
                     self._has_new_devices = True
+                    self._update_owners(state.plan.kind, state.offered)
                     self._send_releases(state, state.offered, now_s)
                 case StatusReported(device):
                     self._last_contact_s[device] = now_s
@@ -199,9 +200,11 @@ class RolloutRunner:
                 case rollout.RolloutCompleted():
                     self._has_new_devices = True
 
-    def _set_owner(self, state: Rollout, devices: Iterable[str]) -> None:
+    def _update_owners(self, kind: wire.ReleaseKind, devices: Iterable[str]) -> None:
+        rollouts = [state for state in self._states.values() if state.plan.kind == kind]
         for device in devices:
-            self._owners[state.plan.kind, device] = state.id
+            offering = [state for state in rollouts if device in state.offered]
+            self._owners[kind, device] = rollout.find_device_owner(offering).id
 
     def _send_releases(self, state: Rollout, devices: Iterable[str], now_s: float) -> None:
         for device in sorted(devices):

@@ -219,8 +219,8 @@ def remove_devices(store: Store, devices: Sequence[str], *, force: bool = False)
                 )
         telemetry_store.request_removal(devices)
     return (
-        f"{', '.join(devices)}: removed {_describe_when(store)}. A device whose agent still runs returns with its "
-        "next message. Certificates stay valid: to revoke one, `fedquilt identity revoke NAME`"
+        f"{', '.join(devices)}: removed {_describe_when(store)}. A device whose agent still runs returns within "
+        "10 minutes. Certificates stay valid: to revoke one, `fedquilt identity revoke NAME`"
     )
 
 
@@ -248,11 +248,12 @@ def revert_rollout(store: Store, rollout: str = "") -> str:
         )
     rollouts = [stored_rollout.state for stored_rollout in store.rollouts.readable_rollouts()]
     for later in itertools.dropwhile(lambda stored_rollout: stored_rollout.id != state.id, rollouts):
-        if later.id == state.id or later.plan.kind != state.plan.kind or later.offered.keys().isdisjoint(state.offered):
+        is_replaced = later.plan.kind == state.plan.kind and not later.offered.keys().isdisjoint(state.offered)
+        if later.id == state.id or later.is_reverted or not is_replaced:
             continue
         raise JobError(
-            f"{state.id} cannot be reverted: devices {'were offered' if later.is_reverted else 'have'} the later "
-            f"{later.id} of {later.plan.name}, and store one earlier release only. Roll out the earlier release again"
+            f"{state.id} cannot be reverted: devices have the later {later.id} of {later.plan.name}, and store one "
+            "earlier release only. Roll out the earlier release again"
         )
     store.rollouts.request_revert(state.id)
     effect = "is aborted" if state.is_under_way else "is rolled back"

@@ -36,9 +36,11 @@ log = logging.getLogger("fedquilt.agent")
 
 def run_agent(settings: AgentSettings) -> None:
     from fedquilt.edge_agent import device_link
+    from fedquilt.security.certificates import require_enrolled
     from fedquilt.transport.mqtt.broker import Broker
 
     process_resources.keep_freed_memory()
+    require_enrolled(settings.broker.cert, settings.enrol.url, settings.device)
     broker = Broker.from_url(**msgspec.structs.asdict(settings.broker))
     profile = None if settings.profile is None else profiles.find_board_profile(settings.profile)
     meter = None if settings.meter is None else devices.create_meter(settings.meter)

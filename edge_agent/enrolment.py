@@ -123,7 +123,8 @@ def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = N
             f"{settings.enrol.url} answered without a certificate: check that `fedquilt identity serve` runs there"
         )
     ends = install_certificate(settings, response.certificate.encode())
-    return f"{settings.device} is {'enrolled' if step == 'enrol' else 'renewed'}, until {_format_time(ends)}"
+    note = f". {enrolment.OTHER_REVOKED_NOTE}" if step == "enrol" and response.is_other_revoked else ""
+    return f"{settings.device} is {'enrolled' if step == 'enrol' else 'renewed'}, until {_format_time(ends)}{note}"
 
 
 def enrol_with_retries(

@@ -281,7 +281,13 @@ def updates_to_close(
 
 
 def quorum(state: JobState, wanted_updates: int) -> int:
-    """Return how many updates suffice at the deadline. An evaluation needs a cohort, not all devices."""
+    """Return how many updates suffice at the deadline.
+
+    An evaluation needs a cohort, not all devices. A round of all devices does not need those that were silent for a
+    whole attempt already, so that one hung device does not fail the job.
+    """
+    if not state.cohort_size:
+        wanted_updates -= len(state.pending_devices.intersection(state.silent_devices))
     if state.is_evaluation_round:
         wanted_updates = min(wanted_updates, state.training_size or wanted_updates)
     return max(minimum_updates(state), math.ceil(wanted_updates * state.constants.cohort.quorum))

@@ -7,6 +7,7 @@ device follows from the state alone (`release_for_device`).
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -43,8 +44,13 @@ class RolloutPlan(wire.ReleaseContent, frozen=True, omit_defaults=True):
 
     def require_valid(self) -> None:
         labels.require_valid_selection(self.select)
-        if not self.canary or not self.phases:
-            raise JobError("a canary of 0 % or no phase after it: set for instance --phases 5% 100%")
+        if not self.canary:
+            raise JobError("the canary is 0 % of the devices: set a larger first share, as in --phases 5% 100%")
+        if not self.phases:
+            raise JobError(
+                f"--phases has one share, {100 * self.canary:g} %: the first is the canary, so add a later one, as in "
+                "--phases 5% 100%"
+            )
         if any(
             next_share <= previous_share
             for previous_share, next_share in zip(self.cumulative_shares, self.cumulative_shares[1:], strict=False)
@@ -66,7 +72,10 @@ FAILED: Final = frozenset({"refused", "returned"})
 SWAPPED: Final = frozenset({"checking", "soaking"})
 # metrics stored from reports
 REPORTED_METRICS: Final = frozenset({"accuracy", "accuracy_before", "latency_s", "energy_j", "peak_bytes"})
-NO_LAUNCHER: Final = "its agent was not started by the launcher"
+NO_LAUNCHER: Final = (
+    "its agent was not started by the launcher: let its service start "
+    "`python -m fedquilt.edge_agent.upgrade.launcher FOLDER agent agent.toml`"
+)
 NO_RUNTIME: Final = "ONNX Runtime, which checks models, is missing: install the extra `onnx` on the device"
 MAX_REPORTING_S: Final = 86400.0  # longest time for which a connected device delays a step
 
@@ -163,13 +172,18 @@ class Rollout(msgspec.Struct, frozen=True):
     def is_reverted(self) -> bool:
         return self.revert_serial > 0
 
+    @property
+    def latest_serial(self) -> int:
+        """Serial number of the rollback or, before one, of the release."""
+        return self.revert_serial or self.serial
+
     def device_phase(self, device: str) -> str:
         """Return a device's phase in the latest release of the rollout, or "" before its first report."""
         report = self.reports.get(device)
         if report is None:
             return ""
         has_failed = self.is_reverted and report.phase in FAILED
-        return report.phase if has_failed or report.serial == (self.revert_serial or self.serial) else ""
+        return report.phase if has_failed or report.serial == self.latest_serial else ""
 
     def device_outcome(self, device: str) -> str:
         """Return the phase of a device, or "lost" if the device fell silent while checking or soaking."""
@@ -216,7 +230,7 @@ def event_from_report(state: Rollout, device: str, message: wire.ReleaseStatus) 
     """Return the event for a device's report, or None if the report is unrelated or repeated."""
     if device not in state.offered or message.kind != state.plan.kind:
         return None
-    latest_serial = state.revert_serial or state.serial
+    latest_serial = state.latest_serial
     metrics = {
         name: value for name, value in message.metrics.items() if name in REPORTED_METRICS and math.isfinite(value)
     }
@@ -251,6 +265,16 @@ def release_for_device(state: Rollout, device: str) -> wire.DesiredRelease | Non
     return wire.DesiredRelease(
         rollout=state.id, kind=plan.kind, serial=state.revert_serial, name=plan.name, is_rollback=True, force=plan.force
     )
+
+
+def find_device_owner(rollouts: Sequence[Rollout]) -> Rollout:
+    """Return the rollout whose release or rollback a device gets, of the rollouts that offered the device a release.
+
+    The rollouts are of one kind and in queueing order. The latest owns the device. After its rollback, an earlier one
+    owns the device once that is rolled back later.
+    """
+    reverted = list(itertools.takewhile(lambda state: state.is_reverted, reversed(rollouts)))
+    return max(reverted, key=lambda state: state.latest_serial, default=rollouts[-1])
 
 
 class RolloutDevice(NamedTuple):

@@ -235,6 +235,15 @@ class DatabaseIdentity(NamedTuple):
         return DatabaseIdentity(status.st_dev, status.st_ino, _must_open_immutable(path))
 
 
+def find_database_inode(database: Path) -> tuple[int, int] | None:
+    """Return device and inode of a database file, or None if the file is missing."""
+    try:
+        status = database.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
 class UnreadableRow(NamedTuple):
     id: str
     status: str

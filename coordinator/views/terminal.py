@@ -31,12 +31,18 @@ from fedquilt.coordinator.rounds.job_state import EndedJob, JobConstants, JobSta
 from fedquilt.coordinator.rounds.rollout import Rollout
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import CoordinatorLimits
-from fedquilt.coordinator.storage.store import MAX_COORDINATOR_GAP_S, InactiveRunError, Store, StoredJob
+from fedquilt.coordinator.storage.rows import find_database_inode
+from fedquilt.coordinator.storage.store import (
+    MAX_COORDINATOR_GAP_S,
+    InactiveRunError,
+    Store,
+    StoredJob,
+)
 from fedquilt.coordinator.updates import sites
 from fedquilt.coordinator.views import event_messages, round_outcomes, run_summary, wait_reasons
 from fedquilt.coordinator.views import rollouts as rollout_view
 from fedquilt.coordinator.views.run_summary import RoundSummary, RunSummary, is_of_final_evaluation
-from fedquilt.core import JobError
+from fedquilt.core import JobError, StoreError
 from fedquilt.host import http_server, process_resources
 from fedquilt.host.logs import log_ids
 from fedquilt.security.handshake import LinkIdentity
@@ -399,7 +405,7 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
     """
     # time at which a coordinator was last running
     row, last_served_s, is_disconnected = (store.find_job(id), -math.inf, False)
-    last_number = 0
+    last_number, inode = 0, find_database_inode(store.home / "fedquilt.db")
     state = JobState(JobConstants.from_job(row.job))
     time_s = row.created
     summary = RunSummary.from_job(row.job)
@@ -411,6 +417,10 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
     )
     with contextlib.closing(console):
         while True:
+            if follow and find_database_inode(store.home / "fedquilt.db") != inode:
+                raise StoreError(
+                    f"{store.home} was replaced, as by a restored backup: repeat the command to follow a run"
+                )
             status = store.stored_status(id)  # read before the events, so that the last event is printed
             has_ended = status in events.ENDED_PHASES
             if not status:

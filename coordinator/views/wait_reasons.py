@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from fedquilt import methods
 from fedquilt.console import units
@@ -20,6 +20,8 @@ from fedquilt.coordinator.storage.store import ARMED, UNAPPROVED, Store, StoredJ
 from fedquilt.coordinator.views import devices
 from fedquilt.coordinator.views.run_summary import summarise_events
 from fedquilt.core import FedquiltError, JobError
+
+LONG_LOST_S: Final = 600.0  # offline time after which the wait names the command that removes a device
 
 
 class WaitReason(NamedTuple):
@@ -224,11 +226,17 @@ def _find_selected_wait(
         )
     groups = [(reason.partition(" ")[0], *devices) for reason, devices in lost_by_reason.items()]
     key = tuple(groups or working)
+    long_lost = [device for device in sorted(state.pending_devices) if _is_lost_for_long(status_of(device), now)]
+    hint = f"; `fedquilt devices --remove {' '.join(long_lost[:5])}` if it does not return" if long_lost else ""
     return WaitReason(
-        f"{'; '.join(parts)}{_format_deadline(deadline, now)}{exception_text}",
+        f"{'; '.join(parts)}{_format_deadline(deadline, now)}{exception_text}{hint}",
         key,
         "lost" if lost_by_reason else "working",
     )
+
+
+def _is_lost_for_long(status: DeviceStatus | None, now: float) -> bool:
+    return status is not None and not status.online and status.since is not None and now - status.since >= LONG_LOST_S
 
 
 def _can_close_without(

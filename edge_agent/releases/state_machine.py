@@ -64,6 +64,8 @@ class ReleaseRecord(WireMessage, frozen=True, omit_defaults=True):
     name: ShortText = ""  # name of the release in use
     previous_sha256: OptionalDigest = ""  # sha256 of the previous release
     previous_name: ShortText = ""
+    previous_rollout: ShortText = ""
+    final_rollout: ShortText = ""  # rollout of the release in use, if no release before is stored any more
 
 
 class ReleaseState(msgspec.Struct, frozen=True):
@@ -254,6 +256,9 @@ def _start_or_end_release(state: ReleaseState, release: DesiredRelease, now_s: f
     if window_problem := window_error(release.window):
         return _end_release(state, "refused", window_problem, now_s)
     if release.is_rollback:
+        if record.final_rollout and record.final_rollout == release.rollout:
+            reason = "roll-back is impossible: a later release was tried, so no release before is stored any more"
+            return _end_release(state, "refused", reason, now_s)
         if not record.rollout or record.rollout != release.rollout:
             return _end_release(state, "returned", "this device does not use a release of that rollout", now_s)
         return state, ()
@@ -338,6 +343,8 @@ def _with_release_in_use(state: ReleaseState, record: ReleaseRecord) -> ReleaseS
             name=release.name,
             previous_sha256=record.replaced_sha256,
             previous_name=record.name,
+            previous_rollout=record.rollout or record.final_rollout,
+            final_rollout="",
         ),
     )
 
@@ -350,7 +357,16 @@ def _start_roll_back(state: ReleaseState, reason: str) -> Step:
 
 def _with_previous_in_use(state: ReleaseState, record: ReleaseRecord) -> ReleaseState:
     return replace(
-        state, record=replace(record, rollout="", name=record.previous_name, previous_sha256="", previous_name="")
+        state,
+        record=replace(
+            record,
+            rollout="",
+            final_rollout=record.previous_rollout,
+            name=record.previous_name,
+            previous_sha256="",
+            previous_name="",
+            previous_rollout="",
+        ),
     )
 
 

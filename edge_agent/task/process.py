@@ -31,6 +31,7 @@ TAIL_BYTES: Final = 4096  # limit of the child's last output
 EXTERNAL_SIGNALS: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 PR_SET_PDEATHSIG: Final = 1
+_CPU_TIMES: Final = slice(11, 15)  # utime, stime, cutime, cstime after the state in /proc/PID/stat
 
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
@@ -170,7 +171,11 @@ class ChildProcess:
         )
 
     def has_other_processes(self) -> bool:
-        return any(pid != self.pid for pid in _processes_in_group(self.pid))
+        return any(pid != self.pid for pid, _ in _processes_in_group(self.pid))
+
+    def read_cpu_ticks(self) -> int:
+        """Return the processor time of the process group in clock ticks, with that of ended children."""
+        return sum(sum(map(int, status[_CPU_TIMES])) for _, status in _processes_in_group(self.pid))
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # also if the first process has ended
@@ -208,13 +213,14 @@ def _read_available(pipe: IO[bytes] | None) -> tuple[IO[bytes] | None, bytes]:
     return pipe, b"".join(parts)
 
 
-def _processes_in_group(leader: int) -> Iterator[int]:
+def _processes_in_group(leader: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield the id of each process and its fields of /proc/PID/stat from the state on."""
     for name in os.listdir(PROC):
         if name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):  # the process has ended
                 status = (PROC / name / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 if int(status[2]) == leader and status[0] not in "ZX":
-                    yield int(name)
+                    yield int(name), status
 
 
 def serve_requests(request_type: type[R], handle_request: Callable[[R, Callable[[Event], None]], WorkResult]) -> None:

@@ -22,6 +22,7 @@ from fedquilt.edge_agent.engines import failures
 from fedquilt.edge_agent.task import memory_budget, sandbox
 from fedquilt.edge_agent.task.process import ChildProcess
 from fedquilt.edge_agent.task.protocol import DataLoaded, Event, ProcessRequest, ProgressReport, WorkRequest, WorkResult
+from fedquilt.edge_agent.task.stall_detector import STALL_S, StallDetector
 from fedquilt.host.disk import REAL
 
 if TYPE_CHECKING:
@@ -172,6 +173,7 @@ class ChildWorker:
         self._request: ProcessRequest | None = None
         self._idle_since_s = math.inf  # start of the idle time
         self._start_failure: WorkResult | None = None  # result of a request that could not be sent
+        self._stall_detector = StallDetector()
 
     @property
     def resident_bytes(self) -> int:
@@ -192,7 +194,7 @@ class ChildWorker:
         except OSError as error:
             self._end_child()
             self._start_failure = WorkResult(code="failed", reason=f"the task's process cannot be started: {error}")
-        self._request, self._idle_since_s = request, math.inf
+        self._request, self._idle_since_s, self._stall_detector = request, math.inf, StallDetector()
 
     def poll_events(self, now_s: float) -> list[Event]:
         if self._start_failure is not None:
@@ -208,13 +210,14 @@ class ChildWorker:
             if isinstance(event, WorkResult):
                 event = _result_or_size_failure(event, self._request.budget_bytes)
             events.append(event)
+            self._stall_detector = StallDetector()
             if isinstance(event, WorkResult):
                 self._request, self._idle_since_s = None, now_s
                 has_gpu_failed = event.code == "failed" and failures.is_gpu_failure_text(event.reason)
                 is_unusable = has_gpu_failed or self._child.has_other_processes()  # affects all later requests
         if (
             self._request is not None
-            and (failure := self._find_process_failure(self._child, self._request)) is not None
+            and (failure := self._find_process_failure(self._child, self._request, now_s)) is not None
         ):
             self._end_child()
             self._request = None
@@ -242,7 +245,7 @@ class ChildWorker:
     def close(self) -> None:
         self.kill()
 
-    def _find_process_failure(self, child: ChildProcess, request: ProcessRequest) -> WorkResult | None:
+    def _find_process_failure(self, child: ChildProcess, request: ProcessRequest, now_s: float) -> WorkResult | None:
         resident_bytes = child.measure_resident_bytes()
         if child.is_garbled:
             return WorkResult(code="failed", reason=f"the task's process wrote invalid output: {child.last_output}")
@@ -258,6 +261,11 @@ class ChildWorker:
                 peak_bytes=resident_bytes,
                 ran_out_of_memory=True,
             )
+        if self._stall_detector.is_sample_due(now_s):
+            self._stall_detector = self._stall_detector.add_sample(child.read_cpu_ticks(), now_s)
+        if self._stall_detector.is_stalled:
+            reason = f"the task's process made no progress for {STALL_S:.0f} s, without processor time, and was killed"
+            return WorkResult(code="failed", reason=reason, killed_externally=True)
         return None
 
     def _end_child(self) -> None:

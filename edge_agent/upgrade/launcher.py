@@ -37,6 +37,14 @@ ONLINE_S: Final = 300.0
 MAX_NUMBER: Final = 1e12  # maximum starts or seconds in choice.json: above, the file is damaged
 _ENVIRONMENT: Final = re.compile(r"[0-9a-f]{64}\Z")
 
+USAGE: Final = """usage: launcher FOLDER agent agent.toml
+
+Start the agent, in the version of the latest upgrade.
+
+  FOLDER  Folder for upgrades, empty at first and writable by the agent's user.
+
+Let a service with Restart=always start this command: an upgrade ends the agent."""
+
 
 class VersionChoice(NamedTuple):
     """Content of choice.json. Versions are sha256 of bundles, and "" is the flashed version."""
@@ -172,8 +180,10 @@ def _print_message(sentence: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    if not arguments:
-        sys.exit("usage: launch.py FOLDER [argument of `fedquilt`]... (FOLDER contains remote upgrades)")
+    if arguments in (["--help"], ["-h"]):
+        return print(USAGE)
+    if not arguments or arguments[0].startswith("-"):
+        sys.exit(USAGE)
     folder, fedquilt_arguments = Path(arguments[0]).absolute(), arguments[1:]
     flashed, stored_choice = installation_id(Path(__file__).resolve().parent), read_choice(folder)
     choice, message = choose_version(

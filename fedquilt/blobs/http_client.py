@@ -21,7 +21,8 @@ from typing import Any, Final
 from fedquilt.blobs.download import BlobLocationError, BlobWriter
 from fedquilt.core import BlobLocation, BlobRef, JobError, Retry
 from fedquilt.host.http_server import split_http_url
-from fedquilt.security.handshake import COORDINATOR, LinkIdentity, common_name_of_peer
+from fedquilt.security.certificates import COORDINATOR
+from fedquilt.security.handshake import LinkIdentity, common_name_of_peer
 from fedquilt.transport.mqtt.broker import describe_exception
 
 log = logging.getLogger("fedquilt.blobs.http_client")

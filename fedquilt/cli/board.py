@@ -101,7 +101,10 @@ def hold(point: str, dry_run: bool, root: Path) -> None:
 @options.broker_options(default=None)
 @options.format_option
 def doctor(settings: Path | None, home: Path | None, root: Path, broker: options.BrokerOptions, format: str) -> int:
-    """Find problems of a device, coordinator or machine, and show their fixes."""
+    """Find problems of a device, coordinator or machine, and show their fixes.
+
+    Brokers that take client ids from certificates interrupt a coordinator elsewhere for the check with its certificate.
+    """
     from fedquilt.tools.boards import doctor as tool
 
     if broker.url is None and broker.files:

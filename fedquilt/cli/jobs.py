@@ -432,11 +432,11 @@ def open_coordinator_link(
     `report` receives a warning if messages are unsigned. With `connect_s`, the broker must be connected in this time.
 
     Raises:
-        JobError: If another coordinator of the fleet is running.
+        JobError: If another coordinator of the fleet is running, or the certificate is not a coordinator's.
         LinkError: If the broker must be connected, and is not.
     """
     from fedquilt import wire
-    from fedquilt.security import authenticated_link
+    from fedquilt.security import authenticated_link, certificates
     from fedquilt.transport.exclusive_link import make_coordinator_client_id, make_coordinator_link
     from fedquilt.transport.mqtt.broker import Broker as Address
     from fedquilt.transport.mqtt.link import MqttLink
@@ -446,6 +446,8 @@ def open_coordinator_link(
     identity = authenticated_link.load_identity(address)
     if identity is None:
         report(authenticated_link.UNSIGNED)
+    if address.cert is not None:
+        certificates.require_coordinator_name(address.cert)
     mqtt_link = MqttLink(address, make_coordinator_client_id(broker.fleet), will)
     if connect_s:
         mqtt_link.wait_until_connected(connect_s)

@@ -312,7 +312,10 @@ def status(id: str | None, home: Path, format: str) -> None:
 @argument("rollout_id", f"A rollout's id, or {', '.join(KINDS)} for the latest of that kind.", metavar="WHAT")
 @options.home_option
 def back(rollout_id: str, home: Path) -> None:
-    """Roll a rollout back, or end it early, so that devices return to their previous release."""
+    """Roll a rollout back, or end it early, so that devices return to their previous release.
+
+    A device stores one earlier release. A rollout with a later one in use on its devices cannot be rolled back.
+    """
     from fedquilt.coordinator import run_control
 
     with home_access.open_existing_home(home) as store:

@@ -25,12 +25,12 @@ from typing import Final
 from fedquilt import wire
 from fedquilt.core import RESEND, JobError, LinkError, SiteRight, WireError
 from fedquilt.security import enrolment, handshake
+from fedquilt.security.certificates import COORDINATOR
 from fedquilt.security.handshake import Handshake, LinkIdentity, Session
 from fedquilt.transport.link import Link, LinkWrapper, MalformedMessages, Message
 from fedquilt.transport.mqtt.broker import Broker
 
 log = logging.getLogger("fedquilt.security")
-COORDINATOR: Final = handshake.COORDINATOR
 OBSERVER: Final = handshake.OBSERVER_UNIT
 UNSIGNED: Final = "messages are unsigned, so that their senders are not verified: no certificate is configured"
 MIN_HANDSHAKE_INTERVAL_S: Final = 2.0  # minimum interval of the handshakes that messages cause on a device

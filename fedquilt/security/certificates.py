@@ -15,6 +15,9 @@ ENROL_AGAIN_FIX: Final = (
 )
 
 
+COORDINATOR: Final = "coordinator"  # common name in the coordinator's certificate
+
+
 class Certificate(NamedTuple):
     file: str
     name: str | None  # the subject's common name
@@ -50,3 +53,24 @@ def require_device_name(file: Path, device: str) -> None:
         return
     if problem is not None:
         raise JobError(f"{problem}. Fix: {ENROL_AGAIN_FIX.format(device=device)}")
+
+
+def require_coordinator_name(file: Path) -> None:
+    """Raise JobError if the certificate is not a coordinator's, so that devices would reject it."""
+    try:
+        name = load_certificate(file).name
+    except OSError:  # the connection reports a damaged file
+        return
+    if name != COORDINATOR:
+        raise JobError(
+            f"certificate {file} is of {name!r}, not of {COORDINATOR!r}: "
+            "make one with `fedquilt identity issue coordinator`"
+        )
+
+
+def require_enrolled(broker_cert: str | None, enrol_url: str | None, device: str) -> None:
+    """Raise JobError if a device that can enrol has no certificate yet."""
+    if enrol_url is not None and broker_cert is not None and not Path(broker_cert).exists():
+        raise JobError(
+            f"{device} has no certificate {broker_cert}: run `fedquilt identity enrol` with this settings file first"
+        )

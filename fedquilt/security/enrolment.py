@@ -24,6 +24,10 @@ ENROL, RENEW, CRL = "/v1/enrol", "/v1/renew", "/crl.pem"
 MAX_BODY_BYTES: Final = 16 * 1024  # size limit of a request or response
 RENEWAL_SHARE: Final = 1 / 3  # a certificate is renewed in the last third of its life
 EXPIRY_WARNING_S: Final = 30 * 86400.0  # a certificate without renewal is reported this long before its end
+OTHER_REVOKED_NOTE: Final = (
+    "The earlier certificate of this device is revoked: copy the authority's crl.pem to the broker, and restart the "
+    "broker"
+)
 
 Pem = Annotated[str, Meta(max_length=8 * 1024)]
 
@@ -36,6 +40,7 @@ class SigningRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
 class SigningResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     certificate: Pem | None = None
+    is_other_revoked: bool = False  # whether a certificate of the same device is revoked and has not expired
     reason: Annotated[str, Meta(max_length=1000)] = ""
 
 

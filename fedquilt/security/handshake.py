@@ -27,10 +27,10 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt.core import DECODE_ERRORS, Count, JobError, SiteRight, WireError
+from fedquilt.security.certificates import COORDINATOR
 from fedquilt.transport.mqtt.broker import Broker, describe_exception, refuse_passphrase
 from fedquilt.transport.mqtt.connection import OUT_OF_DATE
 
-COORDINATOR: Final = "coordinator"  # common name in the coordinator's certificate
 SITE_URI_PREFIX: Final = "fedquilt:site:"  # prefix of a URI in a site's certificate: "fedquilt:site:40:cam-*,door-7"
 OBSERVER_UNIT: Final = "observer"  # organisational unit in the certificate of an observer
 MAX_FLIGHT_BYTES: Final = 32 * 1024  # limit on a TLS flight, where certificate chains have 1 to 5 KB

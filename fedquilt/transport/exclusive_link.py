@@ -52,7 +52,8 @@ def make_device_link(link: Link, fleet: str, device: str, home: Path) -> Exclusi
         wire.Topics(fleet).device_process(device),
         home,
         subject=f"agent of device {device!r}",
-        fix="give this board a `device`, key and certificate of its own",
+        fix="give this board a `device`, key and certificate of its own. If this board replaces that one, copy crl.pem "
+        "to the broker and restart the broker",
     )
 
 

@@ -9,6 +9,7 @@ from fedquilt import wire
 from fedquilt.coordinator import run_control
 from fedquilt.coordinator.rollout_runner import REPORT_REQUEST_INTERVAL_S, SESSION_SETTLE_S
 from fedquilt.coordinator.rounds.rollout import (
+    NO_LAUNCHER,
     PhasePassed,
     ReleaseOffered,
     RolloutCompleted,
@@ -71,8 +72,8 @@ def test_boards_that_cannot_be_upgraded_are_left_out_by_name_and_do_not_count(gr
     assert (state.status, state.count_outcomes()) == ("done", {"committed": 2})
     assert not any(board.releases for board in unable)
     begun = told(ground, RolloutStarted)[0]
-    assert begun.incompatible_devices == dict.fromkeys(("b-000", "b-001"), "its agent was not started by the launcher")
-    said = "started: agent digits; left out: b-000, b-001 (its agent was not started by the launcher)"
+    assert begun.incompatible_devices == dict.fromkeys(("b-000", "b-001"), NO_LAUNCHER)
+    said = f"started: agent digits; left out: b-000, b-001 ({NO_LAUNCHER})"
     assert view.format_event(state, begun) == said
     ground.fleet(1, **never)
     ground.play(10.0)
@@ -227,22 +228,29 @@ def test_a_rollout_that_is_done_is_taken_back(ground):
     assert ground.state(first).device_phase("b-006") == "committed"
 
 
-@pytest.mark.parametrize("ended", ["aborted", "rolled back"])
-def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground, ended):
-    ground.fleet(4, lambda device, release: "returned" if release.name == "bad" else "committed")
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_rollout_is_taken_back_after_a_later_one_was_refused(ground, restart):
+    ground.fleet(4, lambda device, release: "refused" if release.name == "bad" else "committed")
     first = ground.deploy(MODEL, name="first")
     ground.play(30.0)
-    second = ground.deploy(OTHER, name="bad" if ended == "aborted" else "second")
+    second = ground.deploy(OTHER, name="bad")
     ground.play(30.0)
-    if ended == "rolled back":
-        run_control.revert_rollout(ground.store, second)
-        ground.play()
-    assert ground.state(second).status == ended
-    with pytest.raises(JobError, match=f"{first} cannot be reverted: devices were offered the later {second}"):
-        run_control.revert_rollout(ground.store, first)
+    assert (ground.state(second).status, len(ground.having(MODEL))) == ("aborted", 4)
+    run_control.revert_rollout(ground.store, first)
     ground.play()
-    assert ground.state(first).status == "done"
-    assert len(ground.having(MODEL)) == 4
+    if restart:
+        ground.restart()
+        for board in ground.boards:
+            board.go()
+            board.come()
+        ground.play(30.0)
+    assert (ground.state(first).status, ground.having(MODEL)) == ("rolled back", [])
+    assert ground.state(first).count_outcomes() == {"returned": 4}
+    for board in ground.boards:
+        assert board.releases[-1].rollout == first
+    third = ground.deploy(OTHER, name="third")
+    ground.play(30.0)
+    assert (ground.state(third).status, len(ground.having(OTHER))) == ("done", 4)
 
 
 def test_a_rollout_is_taken_back_though_a_board_reports_at_that_moment(ground):
@@ -272,8 +280,8 @@ def test_one_rollout_of_a_kind_at_a_time(ground):
     ("changes", "said"),
     [
         ({"phases": (0.03, 1.0)}, "phases 5 %, 3 %, 100 % do not grow"),
-        ({"phases": ()}, "no phase after it"),
-        ({"canary": 0.0}, "a canary of 0 %"),
+        ({"phases": (), "canary": 1.0}, "--phases has one share, 100 %"),
+        ({"canary": 0.0}, "the canary is 0 %"),
         ({"window": "2-5"}, "window '2-5' is invalid: write 02:00-05:00"),
         ({"window": "02:00-02:00"}, "is empty: set different times"),
         ({"select": ("Site Lab",)}, "is not a label or !label"),

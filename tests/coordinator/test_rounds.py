@@ -331,6 +331,16 @@ def test_who_stayed_silent_in_one_attempt_is_asked_last_in_the_next():
     assert state.silent_devices == ()
 
 
+def test_a_round_of_all_devices_closes_without_one_that_was_silent_for_two_attempts():
+    state = apply_events(
+        started_state(), CohortSelected(0, 0, tuple("abc")), *(UpdateAccepted(0, update(d)) for d in "ab")
+    )
+    assert decide_event(state, 10.0, set("abc")) == RoundRetried(0, 1)
+    state = apply_events(state, RoundRetried(0, 1), CohortSelected(0, 1, ("c",)), now_s=10.0)
+    assert decide_event(state, 19.0, set("abc")) is None
+    assert decide_event(state, 20.0, set("abc")) == RoundClosed(0)
+
+
 def test_answers_alone_lead_to_nothing_until_all_or_enough_have_answered():
     draw, left_out = random.Random(0), 0
     for _ in range(300):

@@ -13,7 +13,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from fedquilt.core import JobError, LinkError, StoreError
 from fedquilt.edge_agent import enrolment, settings
 from fedquilt.edge_agent.enrolment import CertificateValidity, CredentialPaths, select_step
-from fedquilt.security.enrolment import SigningRequest, SigningResponse
+from fedquilt.security.certificates import require_enrolled
+from fedquilt.security.enrolment import OTHER_REVOKED_NOTE, SigningRequest, SigningResponse
 from fedquilt.tools.identity.authority import CertificateAuthority, clock_s
 from fedquilt.tools.identity.endpoint import EnrolmentService
 
@@ -66,7 +67,7 @@ class Site:
         self, url: str, files: CredentialPaths, path: str, request: SigningRequest, certified: bool
     ) -> SigningResponse:
         self.asked.append((path, request))
-        return SigningResponse(certificate=self.desk.enrol_device(request).pem)
+        return self.desk.make_response(lambda: self.desk.enrol_device(request), request.device)[1]
 
     def enrol(self) -> str:
         return enrolment.enrol(self.board, datetime.datetime.now(datetime.timezone.utc), self.post)
@@ -204,3 +205,22 @@ def test_without_an_endpoint_it_says_how_to_name_one(site: Site) -> None:
 def test_an_address_that_is_none_is_refused(site: Site, url: str) -> None:
     with pytest.raises(JobError, match=r"\[enrol\] url"):
         enrolment._post_request(url, site.files, "/v1/enrol", SigningRequest("orin-7", "csr"), False)
+
+
+def test_an_agent_that_could_enrol_is_told_so(site: Site) -> None:
+    cert, url = site.board.broker.cert, site.board.enrol.url
+    with pytest.raises(JobError, match=r"orin-7 has no certificate .*: run `fedquilt identity enrol`"):
+        require_enrolled(cert, url, "orin-7")
+    require_enrolled(cert, None, "orin-7")
+    site.give_token()
+    site.enrol()
+    require_enrolled(cert, url, "orin-7")
+
+
+def test_a_board_that_replaces_another_is_told_of_the_revoked_certificate(site: Site) -> None:
+    site.give_token()
+    assert "is revoked" not in site.enrol()
+    for file in (site.files.key, site.files.cert):
+        file.unlink()
+    site.give_token()
+    assert site.enrol().endswith(OTHER_REVOKED_NOTE)

@@ -25,7 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedquilt.core import JobError, SiteRight, StoreError, WireError
 from fedquilt.edge_agent.upgrade import archive
 from fedquilt.host import disk
-from fedquilt.security import authenticated_link, enrolment, handshake
+from fedquilt.security import authenticated_link, certificates, enrolment, handshake
 from fedquilt.tools.identity.register import CertificateRegister, IssuedCertificate, Kind, format_time
 
 
@@ -84,7 +84,7 @@ EPOCH: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
 AUTHORITY_DAYS: Final = 3650
 VALIDITY_DAYS: dict[Kind, int] = {"device": 365, "coordinator": 730, "server": 730, "observer": 365, "site": 365}
 # the broker grants this user the coordinator's rights
-RESERVED_NAMES: Final = frozenset({authenticated_link.COORDINATOR})
+RESERVED_NAMES: Final = frozenset({certificates.COORDINATOR})
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
 _CLIENT, _SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
 _EXTENDED_KEY_USAGES = {
@@ -275,7 +275,7 @@ class CertificateAuthority:
                 cert = "an observer" if other_kind == "observer" else f"a {other_kind}"
                 raise JobError(f"{name!r} is {cert}'s name, by which the broker grants rights: choose an unused name")
             if (name in RESERVED_NAMES) != (kind == "coordinator"):
-                raise JobError(f"only the coordinator is named {authenticated_link.COORDINATOR!r}: choose another name")
+                raise JobError(f"only the coordinator is named {certificates.COORDINATOR!r}: choose another name")
             if site_right is not None:
                 self._require_free_boards(name, site_right, now_s)
             certificate = self.sign_certificate(

@@ -52,6 +52,8 @@ max_queued_messages {MAX_QUEUED}
 max_queued_bytes {MAX_QUEUED_BYTES}
 persistent_client_expiration {SESSION_DAYS}d
 persistence true
+# Sessions survive a restart in this folder, unless mosquitto.conf sets it already:
+# persistence_location /var/lib/mosquitto/
 """
 
 
@@ -85,6 +87,7 @@ topic readwrite {root}/coord/process
 pattern write {root}/dev/%u/up/#
 pattern read {root}/dev/%u/dn/#
 pattern readwrite {root}/dev/%u/process
+# Mosquitto warns that this pattern has no %u. A `topic` rule would not apply to devices, because they have a user.
 pattern read {root}/coord/state
 """
 

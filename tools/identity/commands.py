@@ -127,12 +127,15 @@ def serve_enrolment(folder: Path, listen: str, hosts: Sequence[str]) -> None:
 def sign_request_file(folder: Path, csr: Path, device: str, out: Path | None) -> None:
     with disk.disk_errors(f"read {csr}"):
         data = csr.read_bytes()[: enrolment.MAX_BODY_BYTES]
-    issued = EnrolmentService(CertificateAuthority(folder)).sign_request(data.decode("ascii", "replace"), device)
+    authority = CertificateAuthority(folder)
+    issued = EnrolmentService(authority).sign_request(data.decode("ascii", "replace"), device)
     out = out or csr.with_suffix(".crt")
     disk.make_output_folder(out)
     enrolment.write_file_with_mode(out, issued.pem.encode(), 0o644)
     print(f"{out}: certificate of {device} until {format_time(issued.ends_s)}, key fingerprint {issued.key_id}")
     print("compare the fingerprint with the board's, then run there: fedquilt identity accept AGENT.toml FILE")
+    if authority.register.has_revoked_certificate(device, clock_s()):
+        print(enrolment.OTHER_REVOKED_NOTE)
 
 
 def write_broker_config(

@@ -124,19 +124,20 @@ class EnrolmentService:
             self.authority.require_enrollable(device, key, now_s)
             return self._sign_and_revoke_others(device, key, now_s)
 
-
-def make_enrolment_response(
-    issue_certificate: Callable[[], IssuedCertificate], requester: str
-) -> tuple[int, SigningResponse]:
-    """Return HTTP status 200 with the issued certificate, or 403 or 500 with the reason, which is logged."""
-    try:
-        return 200, SigningResponse(certificate=issue_certificate().pem)
-    except JobError as error:
-        log.warning("refused %s: %s", requester, error)
-        return 403, SigningResponse(reason=str(error))
-    except FedquiltError as error:
-        log.error("%s got no certificate: %s", requester, error)
-        return 500, SigningResponse(reason="enrolment server failed: see its log")
+    def make_response(
+        self, issue_certificate: Callable[[], IssuedCertificate], requester: str
+    ) -> tuple[int, SigningResponse]:
+        """Return HTTP status 200 with the issued certificate, or 403 or 500 with the reason, which is logged."""
+        try:
+            issued = issue_certificate()
+            is_other_revoked = self.authority.register.has_revoked_certificate(issued.name, self._clock())
+            return 200, SigningResponse(certificate=issued.pem, is_other_revoked=is_other_revoked)
+        except JobError as error:
+            log.warning("refused %s: %s", requester, error)
+            return 403, SigningResponse(reason=str(error))
+        except FedquiltError as error:
+            log.error("%s got no certificate: %s", requester, error)
+            return 500, SigningResponse(reason="enrolment server failed: see its log")
 
 
 LIMITS: Final = ConnectionLimits(connections=64, per_address=32)
@@ -227,9 +228,9 @@ class EnrolmentServer:
 
         with self._lock:
             if exchange.path == enrolment.ENROL:
-                status, response = make_enrolment_response(lambda: self._service.enrol_device(request), requester)
+                status, response = self._service.make_response(lambda: self._service.enrol_device(request), requester)
             else:
-                status, response = make_enrolment_response(
+                status, response = self._service.make_response(
                     lambda: self._service.renew_certificate(request, serial), requester
                 )
         exchange.send_response(status, {"Content-Type": "application/json"}, msgspec.json.encode(response))

@@ -109,6 +109,10 @@ class CertificateRegister:
             if cert.revoked_s is None and cert.ends_s > now_s and kind in (None, cert.kind)
         ]
 
+    def has_revoked_certificate(self, name: str, now_s: float) -> bool:
+        """Return whether a certificate of this name is revoked and has not expired."""
+        return any(cert.revoked_s is not None and cert.ends_s > now_s for cert in self.list_certificates(name))
+
     def find_by_serial(self, serial: str) -> IssuedCertificate | None:
         row = self._db.execute("SELECT * FROM certificate WHERE serial = ?", (serial,)).fetchone()
         return None if row is None else IssuedCertificate(*row)

@@ -155,6 +155,7 @@ class NewJob:
         yield "[cohort]"
         yield "# size = 0            # devices in a round; 0: all"
         yield "# deadline_s = 600    # limit of a round in seconds"
+        yield "quorum = 0.5          # share of the devices that is enough at the limit"
         if card.evaluates:
             yield ""
             yield "[check]"

@@ -196,6 +196,7 @@ def test_a_device_that_a_round_waits_for_is_named_with_since_when_and_until_when
     quiet = told(online=True, quiet=True, seen=NOW - 40.0)
     assert quiet == (f"d3, last message 40 s ago, until {until} (512 s)", "lost")
     assert told(online=True) == (f"d3, at work for 88 s, until {until} (512 s)", "working")
+    assert told(online=False, since=NOW - 600.0)[0].endswith("; `fedquilt devices --remove d3` if it does not return")
 
 
 def test_a_closed_round_names_the_devices_without_an_update():

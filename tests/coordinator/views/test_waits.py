@@ -29,7 +29,7 @@ from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.coordinator.storage import suspended_jobs
 from fedquilt.coordinator.storage.store import Store, StoreReader
 from fedquilt.coordinator.views import event_messages, terminal, wait_reasons
-from fedquilt.core import BlobRef
+from fedquilt.core import BlobRef, StoreError
 from fedquilt.formats import job_bundle
 from fedquilt.host.disk import PrivateDisk, StrPath
 from fedquilt.tools.operations.dash.run_follower import RunFollower
@@ -242,6 +242,21 @@ def test_a_followed_run_whose_devices_are_all_at_other_jobs_does_not_ask_for_mor
     terminal.print_log(store, run, follow=True)
     told = " ".join(capsys.readouterr().out.split())
     assert "waiting for devices that run torch or numpy: 2 online, 2 of them working for other jobs" in told
+
+
+def test_a_followed_run_ends_when_its_home_is_replaced(opened, monkeypatch):
+    store = opened()
+    assert store.acquire_lock()
+    run = store.add_job(JOB, store.home)
+
+    def replace_home(seconds: float) -> None:
+        store.home.rename(store.home.with_name("away"))
+        with Store(store.home):
+            pass
+
+    monkeypatch.setattr(terminal.time, "sleep", replace_home)
+    with pytest.raises(StoreError, match=f"{store.home} was replaced"):
+        terminal.print_log(store, run, follow=True)
 
 
 def test_a_log_that_is_not_followed_has_no_live_block(opened, monkeypatch):

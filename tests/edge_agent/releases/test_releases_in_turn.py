@@ -90,6 +90,22 @@ def test_what_a_rollout_has_brought_is_taken_back(site: Site, toy: ToyKind) -> N
     assert toy.calls.count("back") == 1
 
 
+def test_a_release_is_not_said_to_be_taken_back_after_a_later_one_has_replaced_the_one_before(
+    site: Site, toy: ToyKind
+) -> None:
+    for serial in (1, 2, 3):
+        deploy(site, serial)
+        site.run(20.0)
+    running = toy.previous
+    for serial, rollout, phase in ((4, "r3", "returned"), (5, "r2", "refused"), (6, "r1", "returned")):
+        site.say("model", release(serial, rollout=rollout, is_rollback=True), retain=True)
+        site.run(5.0)
+        assert (last(site).serial, last(site).phase, toy.running) == (serial, phase, running)
+        if rollout == "r2":
+            assert "no release before is stored any more" in last(site).reason
+    assert toy.calls.count("back") == 1
+
+
 def test_what_soaks_is_taken_back_at_once(site: Site, toy: ToyKind) -> None:
     deploy(site)
     site.run(2.0)

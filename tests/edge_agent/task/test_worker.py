@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from fedquilt.edge_agent.devices import create_device
 from fedquilt.edge_agent.task import main, memory_budget, sandbox, worker
 from fedquilt.edge_agent.task.process import ChildProcess
 from fedquilt.edge_agent.task.protocol import PRIVATE_FILE, DataLoaded, ProgressReport, WorkRequest, WorkResult
+from fedquilt.edge_agent.task.stall_detector import StallDetector
 from fedquilt.edge_agent.task.worker import ChildWorker, InlineWorker
 from fedquilt.methods import fedavg
 
@@ -201,6 +203,36 @@ def test_a_child_killed_in_the_middle_is_told_from_one_out_of_memory(place: Plac
     assert (outcome.code, outcome.killed_externally) == ("failed", True)
     assert "was killed from outside (SIGKILL)" in outcome.reason
     assert "(last measured at" in outcome.reason
+
+
+def test_a_stopped_child_is_killed_after_a_minute_without_processor_time(place: Place) -> None:
+    with child(place.command()) as worker:
+        worker.start(place.order("sleepy"), 0.0)
+        until(worker, ProgressReport)
+        os.kill(pid_of(worker), signal.SIGSTOP)
+        start_s = time.monotonic()
+        assert [worker.poll_events(start_s + after_s) for after_s in (0.0, 5.0, 30.0)] == [[], [], []]
+        events = [event for after_s in range(40, 100, 5) for event in worker.poll_events(start_s + after_s)]
+    (outcome,) = events
+    assert isinstance(outcome, WorkResult)
+    assert (outcome.code, outcome.killed_externally) == ("failed", True)
+    assert "made no progress for 60 s" in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("samples", "idle_s"),
+    [
+        ([(7, 0.0), (7, 5.0), (7, 10.0)], 10.0),
+        ([(7, 0.0), (7, 5.0), (8, 10.0)], 0.0),
+        ([(7, 0.0), (7, 500.0)], 10.0),  # the agent was stopped too
+        ([(0, 0.0), *((0, 5.0 * n) for n in range(1, 13))], 60.0),
+    ],
+)
+def test_time_without_processor_time_adds_up(samples: list[tuple[int, float]], idle_s: float) -> None:
+    detector = StallDetector()
+    for ticks, now_s in samples:
+        detector = detector.add_sample(ticks, now_s)
+    assert (detector.idle_s, detector.is_stalled) == (idle_s, idle_s == 60.0)
 
 
 def test_a_task_given_up_is_killed_and_never_heard_of(place: Place) -> None:

@@ -173,3 +173,9 @@ def test_a_version_that_is_not_online_in_time_is_ended_by_the_alarm(tmp_path: Pa
     found = launcher.read_choice(folder)
     assert found is not None
     assert found.returned == "it was not online within 1 s"
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["-x"], 1), ([], 1)])
+def test_the_launcher_describes_its_folder(arguments: list[str], code: int) -> None:
+    ended = subprocess.run([sys.executable, launcher.__file__, *arguments], capture_output=True, text=True)
+    assert (ended.returncode, "Restart=always" in ended.stdout + ended.stderr) == (code, True)

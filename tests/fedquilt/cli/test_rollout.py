@@ -210,7 +210,7 @@ def test_what_cannot_be_deployed_is_said(home, capsys):
         (("--phases", "105%"), "105% is not between 0 % and 100 %"),
         (("--phases", "few"), "'few%' is not a share"),
         (("--phases", "50,25"), "do not grow"),
-        (("--phases", "100"), "no phase after it"),
+        (("--phases", "100"), "--phases has one share, 100 %"),
         (("--min-gain", "-0.5"), "'-0.5' is not a number of points: write a number with pt or %"),
         (("--max-latency", "40"), "'40' is not a time: write a number with ms, s"),
         (("--soak", "-1s"), "-1s is negative"),

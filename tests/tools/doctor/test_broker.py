@@ -288,6 +288,18 @@ def test_a_coordinators_rights_and_certificate_are_examined(site: Site, tmp_path
         assert bad(examined(tmp_path, url=url, **site.files(name, kind, days=days))) == found
 
 
+def test_another_coordinator_of_the_fleet_is_named(mosquitto: Callable[..., Any], stage: Any, tmp_path: Path) -> None:
+    broker = mosquitto()
+    assert bad(examined(tmp_path, url=broker.url)) == []
+    other = stage.join(Broker.from_url(broker.url), "other")
+    state = wire.ProcessState("0" * 32, 1, True, "site:/srv/runs")
+    other.publish(wire.Topics("fleet").coordinator_process, wire.encode(state), retain=True)
+    stage.until(lambda: other.connected and other.backlog == 0)
+    told = examined(tmp_path, url=broker.url)
+    assert bad(told) == [("FQ416", "warning")]
+    assert "runs at site:/srv/runs" in next(each.sentence for each in told if each.number == "FQ416")
+
+
 def test_an_observer_examines_a_fleet_and_throws_nobody_off(
     site: Site, serving: Callable[[Broker], None], tmp_path: Path
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
+from fedquilt.coordinator.fleet.device_status import TelemetryStore
 from fedquilt.coordinator.rounds.events import CohortSelected, EligibilityRecorded, JobStarted
 from fedquilt.coordinator.rounds.rollout import RolloutPlan, RolloutStarted
 from fedquilt.coordinator.storage.store import Store
@@ -56,6 +59,18 @@ def test_a_healthy_folder_has_no_finding(home: Path) -> None:
     with Store(home) as store:
         assert store.acquire_lock()
         assert bad(home) == []
+        (served,) = [one for one in found(home) if one.number == "FQ507"]
+        assert re.search(r"a coordinator serves .*; the last write was \S+ \S+ ago$", served.sentence), served.sentence
+
+
+def test_an_unreachable_broker_that_the_coordinator_has_noted_is_found(home: Path) -> None:
+    with Store(home) as store, TelemetryStore(home, writes=True) as statuses:
+        statuses.record_broker_outage(time.time() - 300.0)
+        assert bad(home) == []  # no coordinator waits
+        assert store.acquire_lock()
+        assert bad(home) == [("FQ513", "error")]
+        (outage,) = [one for one in found(home) if one.number == "FQ513"]
+        assert outage.sentence == "the coordinator waits for its broker, unreachable for 5 min"
 
 
 def test_a_folder_that_is_none_is_found_and_not_made(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fedquilt.core import JobError, SiteRight
 from fedquilt.edge_agent.enrolment import create_signing_request
 from fedquilt.security.enrolment import SigningRequest
 from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority
-from fedquilt.tools.identity.endpoint import EnrolmentService, make_enrolment_response
+from fedquilt.tools.identity.endpoint import EnrolmentService
 from fedquilt.tools.identity.register import CertificateRegister, IssuedCertificate
 
 NOW_S = 1_800_000_000.0
@@ -125,6 +125,13 @@ def test_a_flashed_board_with_its_own_token_takes_its_name_back(office: Office) 
     assert office.revoked() == {first.serial} != {second.serial}
 
 
+def test_the_answer_says_whether_another_certificate_of_the_device_is_revoked(office: Office) -> None:
+    for is_other_revoked in (False, True):
+        token = office.token("orin-7")
+        status, answer = office.desk.make_response(lambda token=token: office.enrol("orin-7", token), "a board")  # type: ignore[misc]
+        assert (status, answer.is_other_revoked) == (200, is_other_revoked)
+
+
 def test_renewal_takes_a_valid_certificate_and_is_only_done_when_due(office: Office) -> None:
     key = new_key()
     first = office.enrol("orin-7", office.token("orin-7"), key)
@@ -180,7 +187,7 @@ def test_the_log_says_who_and_why_and_no_secret(office: Office, caplog: pytest.L
     token = office.token("orin-7")
     with caplog.at_level(logging.DEBUG):
         office.enrol("orin-7", token)
-        status, said = make_enrolment_response(lambda: office.enrol("orin-7", token), "orin-7 at 10.0.0.7")
+        status, said = office.desk.make_response(lambda: office.enrol("orin-7", token), "orin-7 at 10.0.0.7")
     assert (status, said.certificate) == (403, None)
     assert "token was used" in said.reason
     assert "enrolled orin-7" in caplog.text
@@ -197,7 +204,7 @@ def test_a_register_that_cannot_be_read_is_answered_and_logged(
         db.execute("DROP TABLE certificate")
     db.close()
     request = SigningRequest("orin-7", create_signing_request(key, "orin-7"))
-    status, said = make_enrolment_response(
+    status, said = office.desk.make_response(
         lambda: office.desk.renew_certificate(request, held.serial), "orin-7 at 10.0.0.7"
     )
     assert (status, said.certificate) == (500, None)

@@ -12,6 +12,7 @@ that does not exist, where neither message nor response may pass.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import secrets
@@ -128,6 +129,22 @@ def try_coordinator(link: MqttLink, fleet: str, deadline_s: float) -> Permission
     return PermissionResult(
         level=link.level, is_refused=refused, has_arrived=bool(messages), is_disconnected=not link.connected
     )
+
+
+def find_running_coordinator(link: MqttLink, fleet: str, deadline_s: float) -> str | None:
+    """Return host and folder of the fleet's coordinator process, or None if there is none.
+
+    A killed process leaves its message at the broker, too.
+    """
+    topic = wire.Topics(fleet).coordinator_process
+    messages: list[Message] = []
+    link.subscribe([topic])
+    _receive_until(link, messages, lambda: any(m.topic == topic for m in messages), _remaining_s(deadline_s, GRACE_S))
+    for message in reversed(messages):
+        with contextlib.suppress(WireError):  # empty after the end of a process
+            if message.topic == topic:
+                return wire.decode(message.payload, wire.ProcessState).place
+    return None
 
 
 def try_observer(link: MqttLink, fleet: str, name: str, deadline_s: float) -> tuple[PermissionResult, set[str]]:
@@ -315,6 +332,9 @@ def check_broker_for_coordinator(
             result, devices = try_observer(link, fleet, str(certificate and certificate.name), deadline_s)
             yield "FQ415", judge_observer(result, devices, broker)
             return
+        if (other := find_running_coordinator(link, fleet, deadline_s)) is not None:
+            sentence = f"a coordinator of fleet {fleet!r} runs at {other}, or was killed there"
+            yield "FQ416", Problem(sentence, "stop it before you start another one, or give another --fleet")
         identity, verdict = load_identity(broker)
         yield "FQ414", verdict if identity is None else check_coordinator_certificate(identity, clock_s)
         yield "FQ413", judge_coordinator(try_coordinator(link, fleet, deadline_s), broker)

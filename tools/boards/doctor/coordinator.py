@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from fedquilt.console import units
 from fedquilt.coordinator.rounds.events import CohortSelected, EligibilityRecorded
 from fedquilt.coordinator.storage.rows import DamagedRunError, UnreadableRow
 from fedquilt.coordinator.storage.store import UNDER_WAY, Store, StoredJob, open_store
+from fedquilt.coordinator.views.devices import describe_outage
 from fedquilt.coordinator.views.event_messages import format_single_event
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.host.disk import REAL
@@ -106,12 +108,16 @@ def _check_database(database: Path) -> str | Problem:
 def _check_waiting_jobs(home: Path, store: Store) -> Iterator[Numbered]:
     unfinished = [row for row in store.readable_jobs() if row.status in (*UNDER_WAY, "stopping")]
     names = ", ".join(row.id for row in unfinished[:MAX_NAMES]) + (" ..." if len(unfinished) > MAX_NAMES else "")
+    last_write = f"the last write was {units.format_duration(time.time() - _last_write_s(home))} ago"
     if not store.is_served():
-        sentence = f"no coordinator serves {home}, but runs are unfinished: {names}"
+        sentence = f"no coordinator serves {home} ({last_write}), but runs are unfinished: {names}"
         problem = Problem(sentence, f"fedquilt serve --home {home}")
         yield "FQ507", problem if unfinished else f"no run waits in {home}, and no coordinator is running"
         return
-    yield "FQ507", f"a coordinator serves {home}"
+    yield "FQ507", f"a coordinator serves {home}; {last_write}"
+    if outage := describe_outage(home, time.time()):
+        sentence = f"the coordinator waits for {outage}"
+        yield "FQ513", error(sentence, f"fedquilt doctor --home {home} --broker URL; and see the coordinator's log")
     running = [row for row in unfinished if row.status != "queued"]
     for row in running[:MAX_NAMES]:
         if (stuck := _check_stuck_job(row, store)) is not None:
@@ -119,6 +125,12 @@ def _check_waiting_jobs(home: Path, store: Store) -> Iterator[Numbered]:
     if running and (queued := [row.id for row in unfinished if row not in running]):
         names, hint = ", ".join(queued[:MAX_NAMES]), "limits.toml of the home sets how many run at once"
         yield "FQ508", f"queued behind {len(running)} running: {names} ({hint})"
+
+
+def _last_write_s(home: Path) -> float:
+    """Return the latest modification of the databases, in wall-clock seconds."""
+    files = [home / f"{name}{suffix}" for name in ("fedquilt.db", "boards.db") for suffix in ("", "-wal")]
+    return max(file.stat().st_mtime for file in files if file.exists())
 
 
 def _check_stuck_job(row: StoredJob, store: Store) -> Problem | None:
