@@ -43,6 +43,7 @@ from fedquilt.edge_agent.task.protocol import (
     TIMING_ENDED,
     TIMING_STARTED,
     CheckRequest,
+    EngineLoaded,
     Event,
     ProgressReport,
     SplitModelFiles,
@@ -99,6 +100,8 @@ def run_check(
             notes.append(note)
         memory_budget.reset_peak(os.getpid())
         base_bytes = memory_budget.resident_bytes(os.getpid())
+        if base_bytes is not None:
+            send_event(EngineLoaded(base_bytes))
         model = _load_model(engine, Path(request.model))
         splits = _load_examples(request, model.metadata, load)
         held_out = _choose_evaluated(splits)

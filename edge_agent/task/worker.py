@@ -247,17 +247,9 @@ class ChildWorker:
         if child.is_garbled:
             return WorkResult(code="failed", reason=f"the task's process wrote invalid output: {child.last_output}")
         if child.has_ended:
-            return child.explain_end()
+            return child.explain_end(request.budget_bytes)
         if resident_bytes is not None and resident_bytes > request.budget_bytes:
-            size = memory_budget.format_megabytes(resident_bytes)
-            limit = memory_budget.format_megabytes(request.budget_bytes)
-            return WorkResult(
-                code="memory",
-                reason=f"the task's process used {size}, over its budget of {limit}, and was killed: "
-                "use a smaller model, batch or tier, or raise budget",
-                peak_bytes=resident_bytes,
-                ran_out_of_memory=True,
-            )
+            return child.overrun_outcome(resident_bytes, request.budget_bytes)
         return None
 
     def _end_child(self) -> None:
