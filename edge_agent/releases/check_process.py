@@ -44,7 +44,7 @@ from fedquilt.edge_agent.task.protocol import (
     TIMING_STARTED,
     CheckRequest,
     EngineLoaded,
-    Event,
+    ProcessEvent,
     ProgressReport,
     SplitModelFiles,
     WorkResult,
@@ -60,7 +60,7 @@ MIN_TIMED_RUNS, MAX_TIMED_RUNS = 5, 100_000  # timed answers
 TIMED_EXAMPLES: Final = 8  # distinct examples, because the latency of a network with branches varies
 ROUNDING_TOLERANCE: Final = 0.05  # tolerated rounding of a score within a batch, as a fraction of the range of scores
 
-SendEvent = Callable[[Event], None]
+SendEvent = Callable[[ProcessEvent], None]
 
 
 class LoadedModel(NamedTuple):

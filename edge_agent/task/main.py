@@ -41,7 +41,14 @@ from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.engines import failures
 from fedquilt.edge_agent.task import memory_budget, protocol
 from fedquilt.edge_agent.task.process import serve_requests
-from fedquilt.edge_agent.task.protocol import DataLoaded, EngineLoaded, Event, ProgressReport, WorkRequest, WorkResult
+from fedquilt.edge_agent.task.protocol import (
+    DataLoaded,
+    EngineLoaded,
+    ProcessEvent,
+    ProgressReport,
+    WorkRequest,
+    WorkResult,
+)
 from fedquilt.host.disk import REAL, disk_errors
 
 PROGRESS_S: Final = 1.0
@@ -364,7 +371,7 @@ def _write_result(
 def main() -> None:
     executor, last_report_s = TaskExecutor(), -math.inf
 
-    def run(request: WorkRequest, send_event: Callable[[Event], None]) -> WorkResult:
+    def run(request: WorkRequest, send_event: Callable[[ProcessEvent], None]) -> WorkResult:
         def report_progress(fraction: float) -> None:
             nonlocal last_report_s
             now_s = time.monotonic()

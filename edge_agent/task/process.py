@@ -19,7 +19,7 @@ from fedquilt import plugins
 from fedquilt.core import DECODE_ERRORS, shorten_error
 from fedquilt.edge_agent.engines import failures
 from fedquilt.edge_agent.task import memory_budget
-from fedquilt.edge_agent.task.protocol import EngineLoaded, Event, ProcessRequest, WorkResult
+from fedquilt.edge_agent.task.protocol import EngineLoaded, Event, ProcessEvent, ProcessRequest, WorkResult
 from fedquilt.host import process_resources
 from fedquilt.host.process_resources import PROC
 
@@ -32,7 +32,7 @@ EXTERNAL_SIGNALS: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGI
 
 PR_SET_PDEATHSIG: Final = 1
 
-_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+_decoder: msgspec.json.Decoder[ProcessEvent] = msgspec.json.Decoder(ProcessEvent)
 
 
 R = TypeVar("R", bound=ProcessRequest)
@@ -232,7 +232,9 @@ def _processes_in_group(leader: int) -> Iterator[int]:
                     yield int(name)
 
 
-def serve_requests(request_type: type[R], handle_request: Callable[[R, Callable[[Event], None]], WorkResult]) -> None:
+def serve_requests(
+    request_type: type[R], handle_request: Callable[[R, Callable[[ProcessEvent], None]], WorkResult]
+) -> None:
     """Handle requests on standard input one after another, until the input or the parent process ends.
 
     The last command-line argument is the parent's process id. `handle_request` gets a request and a function that sends
@@ -245,7 +247,7 @@ def serve_requests(request_type: type[R], handle_request: Callable[[R, Callable[
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
 
-    def send_event(event: Event) -> None:
+    def send_event(event: ProcessEvent) -> None:
         output.write(msgspec.json.encode(event) + b"\n")
         output.flush()
 

@@ -79,7 +79,8 @@ class WorkResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="o
     killed_externally: bool = False  # whether the process was killed from outside, so that a repeated task may succeed
 
 
-Event = EngineLoaded | DataLoaded | ProgressReport | WorkResult
+Event = DataLoaded | ProgressReport | WorkResult
+ProcessEvent = EngineLoaded | Event
 
 
 TIMING_STARTED: Final = 0.5  # progress of a check at which the timed runs of the model begin
