@@ -145,9 +145,14 @@ class VirtualWorker:
 class InlineWorker(VirtualWorker):
     """Worker that runs each task in this process when it starts, on virtual time."""
 
-    def __init__(self, board: Device, load: Callable[[DataSpec], Shares] | None = None) -> None:
+    def __init__(
+        self,
+        board: Device,
+        load: Callable[[DataSpec], Shares] | None = None,
+        report_computed: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(board)
-        self._load = load
+        self._load, self._report_computed = load, report_computed
         self._executor: Any = None  # fedquilt.edge_agent.task.main.TaskExecutor, created with the first request
 
     def start(self, request: WorkRequest, now_s: float) -> None:
@@ -156,6 +161,7 @@ class InlineWorker(VirtualWorker):
         super().start(request, now_s)
         self._executor = self._executor or main.TaskExecutor(self._load)
         self.set_outcome(main.run_task(request, self._executor), now_s)
+        self._report_computed()
 
 
 class ChildWorker:

@@ -474,7 +474,7 @@ def _run_check(check: Callable[[], str | None]) -> tuple[str, str]:
     return ("refused", refusal) if refusal else ("passed", "")
 
 
-def _check_title(check: Callable[..., None]) -> str:
+def _check_title(check: Callable[..., str | None]) -> str:
     return check.__name__.replace("_", " ")
 
 
