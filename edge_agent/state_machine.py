@@ -64,6 +64,7 @@ class TaskFailed(msgspec.Struct, frozen=True):
     code: RefusalCode
     reason: str
     ran_out_of_memory: bool = False
+    base_bytes: int | None = None  # measured size of the engine without work
     killed_externally: bool = False  # the next attempt may succeed
 
 
@@ -416,11 +417,16 @@ def _start_if_ready(state: DeviceState) -> Step:
     return replace(state, open_task=replace(open_task, is_running=True)), (StartTask(open_task.task),)
 
 
-def _handle_completion(state: DeviceState, event: TaskCompleted, now_s: float) -> Step:
-    update, bases = event.update, dict(state.base_bytes)
-    if state.open_task is not None and update.usage.base_bytes is not None:
+def _measured_bases(state: DeviceState, base_bytes: int | None) -> dict[str, int]:
+    bases = dict(state.base_bytes)
+    if state.open_task is not None and base_bytes is not None:
         engine = state.open_task.task.engine
-        bases[engine] = min(update.usage.base_bytes, bases.get(engine, update.usage.base_bytes))
+        bases[engine] = min(base_bytes, bases.get(engine, base_bytes))
+    return bases
+
+
+def _handle_completion(state: DeviceState, event: TaskCompleted, now_s: float) -> Step:
+    update, bases = event.update, _measured_bases(state, event.update.usage.base_bytes)
     store_actions: tuple[Action, ...] = ()
     workload = "" if state.open_task is None else workload_key(state.open_task.task)
     if state.open_task is not None and event.learned_model != state.learned_models.get(workload, LearnedModel()):
@@ -447,7 +453,8 @@ def _handle_failure(state: DeviceState, open_task: OpenTask, event: TaskFailed) 
             replace(state, open_task=replace(open_task, kill_count=open_task.kill_count + 1, is_running=False))
         )
     kill_note = f" ({open_task.kill_count + 1} times)" if event.killed_externally else ""
-    return _decline_task(_with_raised_margin(state, event), open_task.task, event.code, f"{event.reason}{kill_note}")
+    state = replace(_with_raised_margin(state, event), base_bytes=_measured_bases(state, event.base_bytes))
+    return _decline_task(state, open_task.task, event.code, f"{event.reason}{kill_note}")
 
 
 def _handle_ack(state: DeviceState, event: UpdateAcked, now_s: float) -> Step:

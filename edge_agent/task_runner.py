@@ -185,7 +185,14 @@ class TaskRunner:
             if outcome.killed_externally:
                 log.warning("%s, round %d: %s", open_task.task.job, open_task.task.round + 1, outcome.reason)
             return self.handle_event(
-                TaskFailed(outcome.code, outcome.reason, outcome.ran_out_of_memory, outcome.killed_externally), now_s
+                TaskFailed(
+                    outcome.code,
+                    outcome.reason,
+                    outcome.ran_out_of_memory,
+                    outcome.base_bytes,
+                    killed_externally=outcome.killed_externally,
+                ),
+                now_s,
             )
         task_cost = self._power_manager.end_task(
             open_task.task.work.total_for_examples(outcome.examples), outcome.wall_s, now_s

@@ -60,7 +60,12 @@ def every(folder: Path) -> dict[str, Decoder]:
             "edge_agent/task/process.py",
             answered,
             (),
-            tuple(map(msgspec.json.encode, (outcome, protocol.DataLoaded(3), protocol.ProgressReport(0.5)))),
+            tuple(
+                map(
+                    msgspec.json.encode,
+                    (outcome, protocol.EngineLoaded(9), protocol.DataLoaded(3), protocol.ProgressReport(0.5)),
+                )
+            ),
         ),
         "answer of the clock helper": Decoder(
             "edge_agent/clocks/client.py",

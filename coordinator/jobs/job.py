@@ -291,8 +291,7 @@ class RunningJob:
             peak_memory.TierDevice(profile, self.snapshot.examples_by_device.get(device))
             for device, profile in sorted(profiles.items())
         ]
-        coverage = peak_memory.tier_coverage(devices, self.engines, work)
-        return tuple(peak_memory.format_coverage(coverage, work))
+        return tuple(peak_memory.format_coverage(devices, self.engines, work))
 
     def manifest_problem(self, update: Update, profile: Profile | None = None) -> str:
         """Return why an update of the running round has an invalid manifest, or ""."""

@@ -64,6 +64,7 @@ WITHIN_ROUND_EVENTS: Final = (
 )
 """Events within a round, shown only in the status line."""
 
+PROGRESS_INTERVAL_S: Final = 30.0  # longest interval of progress lines within a round
 ELAPSED_FORMAT: Final = "[{:6.1f} s] "
 VIRTUAL_FORMAT: Final = "[{:6.1f} s virtual] "
 START_AGENT_HINT = "start more: `fedquilt agent agent.toml` on a board"
@@ -136,7 +137,7 @@ class Console:
         start_hint: str = START_AGENT_HINT,
         live: bool | None = None,
     ) -> None:
-        self._block = progress.ProgressLine(sys.stdout, live=live)
+        self._block = progress.ProgressLine(sys.stdout, live=live, max_interval_s=PROGRESS_INTERVAL_S)
         self._shows_run_names = run_names
         self._is_verbose = verbose
         start_s = clock()
@@ -286,6 +287,11 @@ class Console:
     def show_status(self, line: Callable[[], str]) -> None:
         if self._block.is_live:
             self._block.show_status(lambda: f"{self._format_time()}{line()}")
+
+    def report_progress(self, line: str, done: float, total: float) -> None:
+        """Print progress within a round, unless a terminal shows the block."""
+        if not self._block.is_live:
+            self._block.show_status(lambda: f"{self._format_time()}{line}", done, total)
 
     def close(self) -> None:
         self._block.end_operation()

@@ -43,7 +43,8 @@ from fedquilt.edge_agent.task.protocol import (
     TIMING_ENDED,
     TIMING_STARTED,
     CheckRequest,
-    Event,
+    EngineLoaded,
+    ProcessEvent,
     ProgressReport,
     SplitModelFiles,
     WorkResult,
@@ -59,7 +60,7 @@ MIN_TIMED_RUNS, MAX_TIMED_RUNS = 5, 100_000  # timed answers
 TIMED_EXAMPLES: Final = 8  # distinct examples, because the latency of a network with branches varies
 ROUNDING_TOLERANCE: Final = 0.05  # tolerated rounding of a score within a batch, as a fraction of the range of scores
 
-SendEvent = Callable[[Event], None]
+SendEvent = Callable[[ProcessEvent], None]
 
 
 class LoadedModel(NamedTuple):
@@ -99,6 +100,8 @@ def run_check(
             notes.append(note)
         memory_budget.reset_peak(os.getpid())
         base_bytes = memory_budget.resident_bytes(os.getpid())
+        if base_bytes is not None:
+            send_event(EngineLoaded(base_bytes))
         model = _load_model(engine, Path(request.model))
         splits = _load_examples(request, model.metadata, load)
         held_out = _choose_evaluated(splits)

@@ -41,7 +41,14 @@ from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.engines import failures
 from fedquilt.edge_agent.task import memory_budget, protocol
 from fedquilt.edge_agent.task.process import serve_requests
-from fedquilt.edge_agent.task.protocol import DataLoaded, Event, ProgressReport, WorkRequest, WorkResult
+from fedquilt.edge_agent.task.protocol import (
+    DataLoaded,
+    EngineLoaded,
+    ProcessEvent,
+    ProgressReport,
+    WorkRequest,
+    WorkResult,
+)
 from fedquilt.host.disk import REAL, disk_errors
 
 PROGRESS_S: Final = 1.0
@@ -54,6 +61,7 @@ class TaskExecutor:
     def __init__(self, load: Callable[[DataSpec], tuple[Examples, Examples]] | None = None) -> None:
         self._load = load or examples.load_share
         self._engine: tuple[tuple[str, int], Any] | None = None
+        self._base_bytes: dict[str, int] = {}  # engine -> resident size before the first work of this process
         self._data: tuple[tuple[str, dict[str, Any]], tuple[Examples, Examples]] | None = None
 
     def load_method(self, request: WorkRequest) -> Method:
@@ -71,6 +79,16 @@ class TaskExecutor:
             except (core.JobError, ImportError) as error:
                 raise EngineError(str(error)) from None
         return self._engine[1]
+
+    def record_base_bytes(self, engine: str, size: int) -> int:
+        """Return the size of an engine without work: the first size recorded, because later ones include old work."""
+        return self._base_bytes.setdefault(engine, size)
+
+    def plan_limit_bytes(self, request: WorkRequest) -> int:
+        """Return the planning limit for engines, which assume `ASSUMED_BASE_BYTES` for themselves."""
+        limit_bytes = request.budget_bytes if request.plan_bytes is None else request.plan_bytes
+        engine = request.task.engine
+        return limit_bytes - memory_budget.extra_base_bytes(engine, self._base_bytes.get(engine, 0))
 
     def load_examples(self, spec: dict[str, Any], run: str) -> tuple[Examples, Examples]:
         """Return training and held-out examples. Data is read again for each new job."""
@@ -91,6 +109,7 @@ def run_task(
     progress: Callable[[float], None] = lambda fraction: None,
     own_process: bool = False,
     report_examples: Callable[[int], None] = lambda examples: None,
+    report_base: Callable[[int], None] = lambda size: None,
 ) -> WorkResult:
     """Run a task and write its output. Return a result with an error code after any exception.
 
@@ -100,15 +119,20 @@ def run_task(
         progress: Callback for the fraction done, from 0 to 1.
         own_process: Whether this process does nothing else, so that its resident peak is the task's.
         report_examples: Callback for the number of the device's examples, called before the work begins.
+        report_base: Callback for the resident size of this process before the work.
     """
     started_s, cpu_s, base, gpu, context = time.perf_counter(), time.process_time(), None, None, None
     try:
-        engine = executor.load_engine(request.task.engine, plan_limit_bytes(request))
+        engine = executor.load_engine(request.task.engine, executor.plan_limit_bytes(request))
         if hasattr(engine, "planned_bytes"):
             engine.planned_bytes = None  # files of an earlier task
         if own_process and memory_budget.reset_peak(os.getpid()):
             base = memory_budget.resident_bytes(os.getpid())
             gpu = getattr(engine, "gpu", None)
+        if base is not None and gpu is None:  # an engine on a GPU plans with its libraries
+            engine = _fit_installed_engine(request, executor, executor.record_base_bytes(request.task.engine, base))
+        if base is not None:
+            report_base(base)
         if gpu is not None and base is not None:
             base += gpu.begin(request.budget_bytes - base)
             if base > request.budget_bytes:
@@ -135,6 +159,16 @@ def run_task(
     )
 
 
+def _fit_installed_engine(request: WorkRequest, executor: TaskExecutor, base_bytes: int) -> Any:
+    """Return the engine with a plan for its measured size. Raise MemoryBudgetError if the work does not fit."""
+    name = request.task.engine
+    if memory_budget.extra_base_bytes(name, base_bytes):
+        measured = {name: base_bytes}
+        if shortage := memory_budget.memory_shortage(name, request.task.work, request.budget_bytes, None, measured):
+            raise MemoryBudgetError(shortage[1])
+    return executor.load_engine(name, executor.plan_limit_bytes(request))
+
+
 def _peak_bytes(gpu: Any) -> int | None:
     resident = memory_budget.read_peak_bytes(os.getpid())
     return resident if resident is None or gpu is None else resident + gpu.peak_bytes()
@@ -155,7 +189,7 @@ def build_client_context(
     )
     return ClientContext(
         device=request.device,
-        budget_bytes=plan_limit_bytes(request),
+        budget_bytes=executor.plan_limit_bytes(request),
         engine=engine,
         rng=tensors.seeded_rng(request.task.seed),
         train=train,
@@ -308,10 +342,6 @@ def failure_outcome(error: Exception) -> WorkResult:
     return WorkResult(code=code, reason=failures.describe_error(error), ran_out_of_memory=overrun)
 
 
-def plan_limit_bytes(request: WorkRequest) -> int:
-    return request.budget_bytes if request.plan_bytes is None else request.plan_bytes
-
-
 def _write_result(
     encoded: ClientResult, request: WorkRequest
 ) -> tuple[dict[str, core.BlobRef], dict[str, bytes], core.BlobRef | None]:
@@ -341,7 +371,7 @@ def _write_result(
 def main() -> None:
     executor, last_report_s = TaskExecutor(), -math.inf
 
-    def run(request: WorkRequest, send_event: Callable[[Event], None]) -> WorkResult:
+    def run(request: WorkRequest, send_event: Callable[[ProcessEvent], None]) -> WorkResult:
         def report_progress(fraction: float) -> None:
             nonlocal last_report_s
             now_s = time.monotonic()
@@ -355,6 +385,7 @@ def main() -> None:
             report_progress,
             own_process=True,
             report_examples=lambda examples: send_event(DataLoaded(examples)),
+            report_base=lambda size: send_event(EngineLoaded(size)),
         )
 
     serve_requests(WorkRequest, run)

@@ -26,6 +26,9 @@ NEW_RATIO_WEIGHT: Final = 0.3  # weight of the newest ratio in the average of me
 MIN_RATIO, MAX_RATIO = 0.8, 2.0  # limits of that average: one odd task changes little
 MAX_MATCHING_RATIO: Final = 1.05  # up to this ratio a peak counts as predicted, and the full budget is planned with
 STEP_FACTOR: Final = 1.25  # factor by which each step reduces the planned budget
+BASE_TOLERANCE_BYTES: Final = 25 * 10**6  # an engine up to this much above its assumed size is planned as assumed
+BASE_STEP_BYTES: Final = 50 * 10**6  # rounding of larger engines, so that plans do not follow each measurement
+SUFFICIENT_FACTOR: Final = 1.5  # suggested budget as a multiple of the memory in use when a process was killed
 MAX_FAILURES: Final = 12  # limit of counted failures: 1.25 ** 12 = 15 times the prediction
 
 
@@ -62,6 +65,30 @@ class MemoryMargin:
 
 def engine_base_bytes(engine: str, measured: Mapping[str, int]) -> int:
     return measured.get(engine, ASSUMED_BASE_BYTES.get(engine, 0))
+
+
+def extra_base_bytes(engine: str, measured_bytes: int) -> int:
+    """Return by how much an engine exceeds its assumed size, rounded up. Return 0 if small or nothing is assumed."""
+    extra_bytes = measured_bytes - ASSUMED_BASE_BYTES.get(engine, measured_bytes)
+    return 0 if extra_bytes <= BASE_TOLERANCE_BYTES else math.ceil(extra_bytes / BASE_STEP_BYTES) * BASE_STEP_BYTES
+
+
+def describe_overrun(engine: str, used_bytes: int, base_bytes: int | None, budget_bytes: int) -> str:
+    """Return why a process was killed at its budget, with a budget to try. `base_bytes` is None before the work."""
+    used, budget = format_megabytes(used_bytes), format_megabytes(budget_bytes)
+    enough = format_megabytes(math.ceil(used_bytes * SUFFICIENT_FACTOR / 1e8) * 10**8)
+    if base_bytes is None:
+        return (
+            f"the {engine} engine used {used} before the work, over its budget of {budget}, and was killed: "
+            f"raise budget to {enough}"
+        )
+    work_bytes = max(used_bytes - base_bytes, 0)
+    sizes = f"{format_megabytes(base_bytes)} for the {engine} engine, {format_megabytes(work_bytes)} for the work"
+    smaller = ", or use a smaller model, batch or tier" if work_bytes > base_bytes else ""
+    return (
+        f"the task's process used {used} ({sizes}), over its budget of {budget}, and was killed: "
+        f"raise budget to {enough}{smaller}"
+    )
 
 
 def minimum_task_bytes(engine: str, measured: Mapping[str, int]) -> int:

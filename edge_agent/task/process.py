@@ -19,7 +19,7 @@ from fedquilt import plugins
 from fedquilt.core import DECODE_ERRORS, shorten_error
 from fedquilt.edge_agent.engines import failures
 from fedquilt.edge_agent.task import memory_budget
-from fedquilt.edge_agent.task.protocol import Event, ProcessRequest, WorkResult
+from fedquilt.edge_agent.task.protocol import EngineLoaded, Event, ProcessEvent, ProcessRequest, WorkResult
 from fedquilt.host import process_resources
 from fedquilt.host.process_resources import PROC
 
@@ -33,7 +33,7 @@ EXTERNAL_SIGNALS: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGI
 PR_SET_PDEATHSIG: Final = 1
 _CPU_TIMES: Final = slice(11, 15)  # utime, stime, cutime, cstime after the state in /proc/PID/stat
 
-_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+_decoder: msgspec.json.Decoder[ProcessEvent] = msgspec.json.Decoder(ProcessEvent)
 
 
 R = TypeVar("R", bound=ProcessRequest)
@@ -54,6 +54,7 @@ class ChildProcess:
         count_task_oom_kills: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.engine = engine
+        self.base_bytes: int | None = None  # resident size before the work, or None while the engine is loaded
         self.is_garbled = False
         self._invalid_lines = 0
         self._count_machine_oom_kills, self._initial_machine_kills = count_machine_oom_kills, count_machine_oom_kills()
@@ -107,9 +108,14 @@ class ChildProcess:
             if self.is_garbled:  # millions of lines may follow and would block the agent
                 break
             try:
-                events.append(_decoder.decode(line))
+                event = _decoder.decode(line)
             except DECODE_ERRORS:
                 self._keep_invalid_line(line)
+                continue
+            if isinstance(event, EngineLoaded):
+                self.base_bytes = event.base_bytes
+            else:
+                events.append(event)
         return events
 
     def _keep_invalid_line(self, line: bytes) -> None:
@@ -124,7 +130,7 @@ class ChildProcess:
         self._last_resident_bytes = resident_bytes or self._last_resident_bytes
         return resident_bytes
 
-    def explain_end(self) -> WorkResult:
+    def explain_end(self, budget_bytes: int) -> WorkResult:
         """Return a failed result with the most likely cause of the process's end. Wait for the end up to 1 s."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
@@ -145,12 +151,12 @@ class ChildProcess:
             name = signal.Signals(-status).name
             reason = f"the task's process{size_text} was ended by {name}{output}"
             return WorkResult(code="failed", reason=reason, killed_externally=-status in EXTERNAL_SIGNALS)
-        return self._explain_sigkill(size_text)
+        return self._explain_sigkill(size_text, budget_bytes)
 
-    def _explain_sigkill(self, size_text: str) -> WorkResult:
+    def _explain_sigkill(self, size_text: str, budget_bytes: int) -> WorkResult:
         # Only a kill within the task's own memory limit proves that the task was too large.
         if (self._count_task_oom_kills() or 0) > (self._initial_task_kills or 0):
-            return self._out_of_memory_outcome(f"the kernel killed the task's process{size_text} at its budget")
+            return self.overrun_outcome(budget_bytes, budget_bytes)
         kills = self._count_machine_oom_kills()
         if kills is None or self._initial_machine_kills is None:  # JetPack 4 (Linux 4.9) does not count kills
             cause = f"the task's process{size_text} was killed, most likely by the kernel for lack of memory"
@@ -163,6 +169,15 @@ class ChildProcess:
                 killed_externally=True,
             )
         return msgspec.structs.replace(self._out_of_memory_outcome(cause), killed_externally=True)
+
+    def overrun_outcome(self, used_bytes: int, budget_bytes: int) -> WorkResult:
+        return WorkResult(
+            code="memory",
+            reason=memory_budget.describe_overrun(self.engine, used_bytes, self.base_bytes, budget_bytes),
+            peak_bytes=used_bytes,
+            base_bytes=used_bytes if self.base_bytes is None else self.base_bytes,
+            ran_out_of_memory=True,
+        )
 
     def _out_of_memory_outcome(self, cause: str) -> WorkResult:
         reason = f"{cause}: reduce model or batch, or lower budget to the memory that the device has free"
@@ -223,7 +238,9 @@ def _processes_in_group(leader: int) -> Iterator[tuple[int, list[str]]]:
                     yield int(name), status
 
 
-def serve_requests(request_type: type[R], handle_request: Callable[[R, Callable[[Event], None]], WorkResult]) -> None:
+def serve_requests(
+    request_type: type[R], handle_request: Callable[[R, Callable[[ProcessEvent], None]], WorkResult]
+) -> None:
     """Handle requests on standard input one after another, until the input or the parent process ends.
 
     The last command-line argument is the parent's process id. `handle_request` gets a request and a function that sends
@@ -236,7 +253,7 @@ def serve_requests(request_type: type[R], handle_request: Callable[[R, Callable[
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
 
-    def send_event(event: Event) -> None:
+    def send_event(event: ProcessEvent) -> None:
         output.write(msgspec.json.encode(event) + b"\n")
         output.flush()
 

@@ -42,6 +42,10 @@ class WorkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.task.engine
 
 
+class EngineLoaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="engine"):
+    base_bytes: int  # resident size of the process before the work
+
+
 class DataLoaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loaded"):
     examples: int  # number of training examples
 
@@ -76,6 +80,7 @@ class WorkResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="o
 
 
 Event = DataLoaded | ProgressReport | WorkResult
+ProcessEvent = EngineLoaded | Event
 
 
 TIMING_STARTED: Final = 0.5  # progress of a check at which the timed runs of the model begin

@@ -146,9 +146,14 @@ class VirtualWorker:
 class InlineWorker(VirtualWorker):
     """Worker that runs each task in this process when it starts, on virtual time."""
 
-    def __init__(self, board: Device, load: Callable[[DataSpec], Shares] | None = None) -> None:
+    def __init__(
+        self,
+        board: Device,
+        load: Callable[[DataSpec], Shares] | None = None,
+        report_computed: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(board)
-        self._load = load
+        self._load, self._report_computed = load, report_computed
         self._executor: Any = None  # fedquilt.edge_agent.task.main.TaskExecutor, created with the first request
 
     def start(self, request: WorkRequest, now_s: float) -> None:
@@ -157,6 +162,7 @@ class InlineWorker(VirtualWorker):
         super().start(request, now_s)
         self._executor = self._executor or main.TaskExecutor(self._load)
         self.set_outcome(main.run_task(request, self._executor), now_s)
+        self._report_computed()
 
 
 class ChildWorker:
@@ -250,17 +256,9 @@ class ChildWorker:
         if child.is_garbled:
             return WorkResult(code="failed", reason=f"the task's process wrote invalid output: {child.last_output}")
         if child.has_ended:
-            return child.explain_end()
+            return child.explain_end(request.budget_bytes)
         if resident_bytes is not None and resident_bytes > request.budget_bytes:
-            size = memory_budget.format_megabytes(resident_bytes)
-            limit = memory_budget.format_megabytes(request.budget_bytes)
-            return WorkResult(
-                code="memory",
-                reason=f"the task's process used {size}, over its budget of {limit}, and was killed: "
-                "use a smaller model, batch or tier, or raise budget",
-                peak_bytes=resident_bytes,
-                ran_out_of_memory=True,
-            )
+            return child.overrun_outcome(resident_bytes, request.budget_bytes)
         if self._stall_detector.is_sample_due(now_s):
             self._stall_detector = self._stall_detector.add_sample(child.read_cpu_ticks(), now_s)
         if self._stall_detector.is_stalled:

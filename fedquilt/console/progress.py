@@ -1,7 +1,7 @@
 """Progress of long operations: a live block on a terminal, otherwise lines at growing intervals.
 
 A file or a pipe gets a first line after FIRST_LINE_S, and further lines after a quarter of the elapsed time, but after
-at least MIN_INTERVAL_S and at most MAX_INTERVAL_S.
+at least MIN_INTERVAL_S and at most MAX_INTERVAL_S. A line is not repeated before its completed part changes.
 """
 
 from __future__ import annotations
@@ -53,14 +53,21 @@ class ProgressLine:
         stream: Output stream, or None for the current standard error.
         live: Whether lines are rewritten in place, or None to do so on a terminal that supports it.
         clock: Function that returns seconds.
+        max_interval_s: Longest interval of two lines without a terminal.
     """
 
     def __init__(
-        self, stream: TextIO | None = None, *, live: bool | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        stream: TextIO | None = None,
+        *,
+        live: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        max_interval_s: float = MAX_INTERVAL_S,
     ) -> None:
-        self._stream, self._live, self._clock = stream, live, clock
+        self._stream, self._live, self._clock, self._max_interval_s = stream, live, clock, max_interval_s
         self._started_s: float | None = None  # start of the current operation
         self._due_s = 0.0
+        self._printed_done: float | None = None  # completed part in the last line without a terminal
         self._drawn_lines: list[str] = []
         # (total, completed part, time) of the first call
         self._first_progress: tuple[float, float, float] | None = None
@@ -84,7 +91,7 @@ class ProgressLine:
             if self._started_s is None:
                 self._started_s, self._due_s = now_s, now_s + (0.0 if live else FIRST_LINE_S)
             remaining = self._format_remaining(done, total, now_s)
-            if now_s < self._due_s:
+            if now_s < self._due_s or (not live and done is not None and done == self._printed_done):
                 return
             headline, *detail_lines = (text if isinstance(text, str) else text()).splitlines()
             if live:
@@ -97,9 +104,8 @@ class ProgressLine:
                 )
                 self._draw([headline + bar + remaining, *detail_lines])
             else:
-                self._due_s = now_s + min(
-                    max(MIN_INTERVAL_S, INTERVAL_SHARE * (now_s - self._started_s)), MAX_INTERVAL_S
-                )
+                interval_s = max(MIN_INTERVAL_S, INTERVAL_SHARE * (now_s - self._started_s))
+                self._due_s, self._printed_done = now_s + min(interval_s, self._max_interval_s), done
                 print(f"{headline}:{remaining}" if remaining else headline, file=self._out, flush=True)
 
     def set_part(self, name: str, done: float, total: float) -> None:
@@ -136,7 +142,7 @@ class ProgressLine:
         """Remove the live line and reset the elapsed time."""
         with _LOCK:
             self._wipe()
-            self._started_s = self._first_progress = self._part = None
+            self._started_s = self._first_progress = self._part = self._printed_done = None
             self._min_remaining_s = math.inf
 
     @property

@@ -87,12 +87,14 @@ def format_table(
 
 
 def format_markdown(lines: Iterable[str]) -> list[str]:
-    """Return the terminal lines of a Markdown page: headings, paragraphs, lists and tables without markup."""
+    """Return the terminal lines of a Markdown page: headings, paragraphs, lists, code and tables without markup."""
     output: list[str] = []
-    kinds = {"": "blank", "|": "table", "#": "heading"}
-    for kind, group in groupby("\n".join(lines).splitlines(), lambda line: kinds.get(line[:1], "text")):
-        part = re.sub(r" \(\[[^]]+\]\([^)]+\)\)|[`*]{1,2}", "", "\n".join(group))
-        part = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", part)
+    for kind, group in groupby("\n".join(lines).splitlines(), _markdown_kind):
+        part = "\n".join(group)
+        if kind == "code":
+            output += part.splitlines()
+            continue
+        part = _remove_inline_markup(part)
         if kind == "table":
             rows = [re.split(r" ?(?<!\\)\| ?", line)[1:-1] for line in part.splitlines() if set(line) - set("|-")]
             pairs = [(name, "; ".join(filter(None, cells))) for name, *cells in rows]
@@ -104,6 +106,24 @@ def format_markdown(lines: Iterable[str]) -> list[str]:
         else:
             output += [colour_text(line.lstrip("# "), "bold") if line else "" for line in part.split("\n")]
     return output
+
+
+def _markdown_kind(line: str) -> str:
+    if line.startswith("    "):
+        return "code"
+    return {"": "blank", "|": "table", "#": "heading"}.get(line[:1], "text")
+
+
+_LINK: Final = r"\[((?:`[^`]*`|[^]`])+)\]\([^)]+\)"
+_CODE_OR_EMPHASIS: Final = re.compile(
+    r"`([^`]+)`|\*\*(?=\S)([^*]+)(?<=\S)\*\*|(?<![\w*])\*(?=\S)([^*]+)(?<=\S)\*(?![\w*])"
+)
+
+
+def _remove_inline_markup(text: str) -> str:
+    """Remove links in parentheses and the markup of other links, code and emphasis. Other asterisks remain."""
+    text = re.sub(_LINK, r"\1", re.sub(rf" \({_LINK}\)", "", text))
+    return _CODE_OR_EMPHASIS.sub(lambda match: next(filter(None, match.groups())), text)
 
 
 def _group_columns(widths: Sequence[int], total_width: int) -> list[list[int]]:

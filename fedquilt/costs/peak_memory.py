@@ -7,7 +7,7 @@ working (`fedquilt.edge_agent.task.memory_budget`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# Memory of a task's process after the import of its engine, measured on x86-64. Profiles contain a device's own value.
+# Memory of a task's process after the import of its engine, measured on x86-64. Each agent measures its own.
 ASSUMED_BASE_BYTES: Mapping[str, int] = {"numpy": 38 * 10**6, "onnx": 57 * 10**6, "torch": 233 * 10**6}
 # Memory that an engine loads and compiles at its first use, independent of the work.
 FIRST_USE_BYTES: Mapping[str, int] = {"onnx": 12 * 10**6, "torch": 18 * 10**6}
@@ -289,12 +289,18 @@ def tier_coverage(fleet: Iterable[TierDevice], engines: Iterable[str], work: Wor
     return {name: coverage[name] for name in (BELOW_SMALLEST_TIER, *TIER_BYTES) if name in coverage}
 
 
-def format_coverage(coverage: Mapping[str, TierCoverage], work: WorkEstimate) -> list[str]:
+def format_coverage(fleet: Sequence[TierDevice], engines: Sequence[str], work: WorkEstimate) -> list[str]:
     """Return lines on the devices with enough memory, in total and by tier, or [] without devices."""
-    if not coverage:
+    if not fleet:
         return []
+    coverage = tier_coverage(fleet, engines, work)
     total = _sum_counts(coverage.values())
-    need = f"{units.format_bytes(work.peak_bytes)} beside the engine" if work.peak_bytes else "no more than the engine"
+    installed = {engine for device in fleet for engine in device.profile.engines}
+    engine = next((name for name in engines if name in installed), engines[0])
+    engine_size = f"{engine} engine {units.format_bytes(task_process_bytes(engine, 0))} assumed"
+    budgets = sorted(device.profile.budget_bytes for device in fleet)
+    budget = " to ".join(dict.fromkeys(map(units.format_bytes, (budgets[0], budgets[-1]))))
+    need = f"{engine_size} + work {units.format_bytes(work.peak_bytes)} of budget {budget}"
     lines = [f"could take part ({need}): {_format_counts(total)}"]
     if len(coverage) > 1:
         lines += [f"  {name}: {_format_counts(share)}" for name, share in coverage.items()]

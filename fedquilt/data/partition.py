@@ -158,7 +158,7 @@ def _assign_dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
     _require_enough_examples(len(y), spec)
     rng = tensors.seeded_rng("dirichlet", spec.seed)
     members = _shuffle_by_class(y, rng)
-    owner = np.zeros(len(y), int)
+    owner, largest_min_size = np.zeros(len(y), int), 0
     for _ in range(MAX_DIRICHLET_DRAWS):
         for member in members:
             gammas = rng.standard_gamma(spec.alpha, spec.shares)
@@ -167,11 +167,14 @@ def _assign_dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
             proportions = gammas / total if total > 0 else np.eye(spec.shares)[rng.integers(spec.shares)]
             ends = np.rint(np.cumsum(proportions)[:-1] * len(member)).astype(int)
             owner[member] = np.searchsorted(ends, np.arange(len(member)), side="right")
-        if np.bincount(owner, minlength=spec.shares).min() >= spec.min_size:
+        min_size = int(np.bincount(owner, minlength=spec.shares).min())
+        if min_size >= spec.min_size:
             return owner
+        largest_min_size = max(largest_min_size, min_size)
+    possible = f"set min_size = {largest_min_size}, " if largest_min_size else ""
     raise DataError(
         f"{spec.source_name}: none of {MAX_DIRICHLET_DRAWS} Dirichlet({spec.alpha}) partitions gives each of "
-        f"{spec.shares} devices {spec.min_size} examples: raise alpha, or lower shares or min_size"
+        f"{spec.shares} devices {spec.min_size} examples: {possible}raise alpha, or lower shares"
     )
 
 

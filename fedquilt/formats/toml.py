@@ -151,7 +151,7 @@ def suggest_file(path: Path) -> str:
 
 
 def _join_names(names: Sequence[str], room: int) -> str:
-    joined = list(names)
+    joined = [repr(name) if "," in name else name for name in names]
     while len(", ".join(joined)) > room:
         joined.pop()
     return ", ".join(joined) + (f" and {len(names) - len(joined)} more" if len(joined) < len(names) else "")

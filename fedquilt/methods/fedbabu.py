@@ -26,6 +26,7 @@ TRAITS = replace(fedavg.METHOD.traits, sent_data="all but the last layers")
 class Params(fedavg_ft.Params):
     """FedAvg-FT's parameters, and the number of layers that keep their first values."""
 
+    alpha: Annotated[float, Meta(ge=0)] = 0.01  # learning rate of the fine-tuning; 0 keeps the head's random values
     layers: Annotated[int, Meta(ge=1)] = 1  # last layers that are not trained before the fine-tuning
 
 

@@ -130,7 +130,7 @@ def common_task_is_the_same_for_all_devices(name: str) -> None:
 # -- other networks -------------------------------------------------------------------------------
 
 
-def run_works_on_network(name: str, network: str, unfit: bool | None = None) -> None:
+def run_works_on_network(name: str, network: str, unfit: bool | None = None) -> str:
     """Assert that a run works on another network, with each state stored and read again.
 
     A method that does not support the network must raise a ModelError at the start of the run.
@@ -140,6 +140,9 @@ def run_works_on_network(name: str, network: str, unfit: bool | None = None) -> 
         network: One of NETWORKS.
         unfit: Whether the method must reject the network, or None if it may.
 
+    Returns:
+        Why the method refuses the network, or "" if it trains the network.
+
     Raises:
         CheckSkipped: If torch is not installed, or the method trains no network.
     """
@@ -147,14 +150,14 @@ def run_works_on_network(name: str, network: str, unfit: bool | None = None) -> 
     if "onnx" in method.engines:
         raise CheckSkipped("the method stitches donors and trains no network")
     with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "home") as store:
-        _require_run_on_network(
+        return _require_run_on_network(
             name, method, engine, prepare_bundle(NETWORKS[network], Path(folder)), store, unfit, NETWORKS[network]
         )
 
 
 def _require_run_on_network(
     name: str, method: Method, engine: Any, bundle: Bundle, store: Store, unfit: bool | None, network: Mapping[str, Any]
-) -> None:
+) -> str:
     params, init_error = training_params(method.params), ""
     task = metrics.task_from_network(network)
     stored_states: list[Any] = []
@@ -186,7 +189,7 @@ def _require_run_on_network(
         assert f"task = {task!r}" in message, (
             message or f"a run with task = {task!r} starts, although the method does not support this task"
         )
-        return
+        return f"task = {task!r}, as its traits say"
     try:
         method.init(bundle, method.params(**params), 3)
     except ModelError as error:
@@ -194,7 +197,7 @@ def _require_run_on_network(
     if unfit is not None:
         assert bool(init_error) == unfit, init_error or "the method should reject this network"
     if init_error:
-        return
+        return init_error
     first_state, *_, last_state = run_method(
         name, bundle, devices, params, engine=engine, method=storing_method, seed=3, rounds=3
     )
@@ -203,6 +206,7 @@ def _require_run_on_network(
     assert tensors.pack_state(last_state) != tensors.pack_state(first_state)
     for array in method.result(last_state).tensors.values():
         assert isinstance(array, np.ndarray)
+    return ""
 
 
 # -- codecs ---------------------------------------------------------------------------------------
@@ -457,14 +461,14 @@ CHECKS: Final[tuple[Callable[[str], None], ...]] = (
 
 
 def run_checks(name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (title, status, reason) of each check. The status is "passed", "skipped" or "failed".
+    """Yield (title, status, reason) of each check. The status is "passed", "refused", "skipped" or "failed".
 
     Raises:
         JobError: If the method does not exist or cannot be imported.
     """
     method = methods.load(name)
     scenario_names = [name, *([f"{name}{MIXED_SUFFIX}"] if depends_on_memory(name) else [])]
-    checks: list[tuple[str, Callable[[], None], str]] = []
+    checks: list[tuple[str, Callable[[], str | None], str]] = []
     for scenario_name in scenario_names:
         suffix = " (mixed fleet)" if scenario_name != name else ""
         checks += [(f"{_check_title(check)}{suffix}", partial(check, scenario_name), "") for check in CHECKS]
@@ -486,9 +490,9 @@ def _task_hint(method: Method, network: Mapping[str, Any]) -> str:
     return f" If the method does not support {task!r}, leave it out of traits.prediction_tasks."
 
 
-def _run_check(check: Callable[[], None]) -> tuple[str, str]:
+def _run_check(check: Callable[[], str | None]) -> tuple[str, str]:
     try:
-        check()
+        refusal = check()
     except CheckSkipped as reason:
         return "skipped", str(reason)
     except AssertionError as error:
@@ -498,10 +502,10 @@ def _run_check(check: Callable[[], None]) -> tuple[str, str]:
     except Exception as error:  # a plug-in may raise anything
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return "failed", f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
-    return "passed", ""
+    return ("refused", refusal) if refusal else ("passed", "")
 
 
-def _check_title(check: Callable[..., None]) -> str:
+def _check_title(check: Callable[..., str | None]) -> str:
     return check.__name__.replace("_", " ")
 
 

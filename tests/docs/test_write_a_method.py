@@ -32,7 +32,7 @@ def blocks(page: str, language: str = "python") -> list[str]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the reader works; modules that are imported from there are forgotten again."""
     monkeypatch.chdir(tmp_path)
-    for name in ("prox", "own", "usb_meter", "wall_plug"):
+    for name in ("prox", "own", "taught", "untaught", "usb_meter", "wall_plug"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     methods.load.cache_clear()
     return tmp_path
@@ -87,6 +87,16 @@ def test_the_personal_method_of_the_page_conforms_and_shares_fedavgs_model(folde
     assert own is not None
     assert own(None, later) == later.private_state  # type: ignore[arg-type]
     assert own(None, first) == first.load("model")  # type: ignore[arg-type]
+
+
+def test_the_distillation_of_the_page_conforms_and_leaves_statistics_to_training(folder):
+    code = blocks("write-a-method.md")[1]
+    (folder / "taught.py").write_text(code)
+    (folder / "untaught.py").write_text(code.replace('reduction="batchmean")', 'reduction="batchmean") * 0'))
+    taught, untaught = (record_run(f"{name}:METHOD")[1][-1].model for name in ("taught", "untaught"))
+    assert any((taught[name] != untaught[name]).any() for name in taught)
+    conformance.run_is_reproducible("taught:METHOD")
+    conformance.run_works_on_network("taught:METHOD", "batch norm", unfit=False)
 
 
 def test_the_expressions_on_the_page_freeze_a_layer_and_fine_tune_it(folder):

@@ -64,7 +64,11 @@ def test_markdown_is_shown_without_its_signs():
         "# a",
         "",
         "`b` *c* ([d](e.md))",
-        "f.",
+        "f, 2 * 3 * 4, `exit.*`, [`[k] l`](m.md)",
+        "",
+        "    n * o",
+        "    p",
+        "",
         "- g",
         "  h",
         "- i [x](y.md)",
@@ -73,4 +77,6 @@ def test_markdown_is_shown_without_its_signs():
         "|---|---|",
         "| `l` | m \\| n |",
     ]
-    assert table.format_markdown(page) == ["a", "", "b c f.", "- g h", "- i x", "", "j  k", "l  m | n"]
+    paragraph, code = "b c f, 2 * 3 * 4, exit.*, [k] l", ["    n * o", "    p"]
+    listed, rows = ["- g h", "- i x"], ["j  k", "l  m | n"]
+    assert table.format_markdown(page) == ["a", "", paragraph, "", *code, "", *listed, "", *rows]

@@ -192,3 +192,12 @@ def test_work_in_parts_says_which_it_is_at_how_many_are_done_and_how_long_the_ot
     clock.now_s += 10.0
     line.show_elapsed("another", 0.0)
     assert out.getvalue().endswith(" so far")
+
+
+def test_elsewhere_a_line_is_repeated_only_after_a_change(clock):
+    out = io.StringIO()
+    line = ProgressLine(out, clock=clock, max_interval_s=30.0)
+    for second in range(3600):
+        clock.now_s = float(second)
+        line.show_status("runs", 4 if second < 1800 else 5 + second / 1800, 18)
+    assert len(out.getvalue().splitlines()) == 1 + 1800 / 30

@@ -51,8 +51,11 @@ def test_coverage_counts_devices_and_examples_by_tier():
         "4GB": TierCoverage(3, 3, 120, 120),
         "8GB": TierCoverage(1, 1, 80, 80),
     }
-    told = peak_memory.format_coverage(found, WorkEstimate(peak_bytes=1500 * MB))
-    assert told[0] == "could take part (1.5 GB beside the engine): 7 of 10 devices, 260 of 290 examples"
+    told = peak_memory.format_coverage(fleet, ["torch"], WorkEstimate(peak_bytes=1500 * MB))
+    assert told[0] == (
+        "could take part (torch engine 251 MB assumed + work 1.5 GB of budget 1 GB to 8 GB): 7 of 10 devices, "
+        "260 of 290 examples"
+    )
     assert told[1] == "  1GB: 0 of 3 devices, 0 of 30 examples"
     assert len(told) == 5
 
@@ -68,15 +71,16 @@ def test_a_device_takes_part_with_any_engine_that_it_has_and_that_fits():
 def test_devices_that_have_not_said_how_many_examples_they_have_are_told_as_such():
     known, unknown = TierDevice(device(GB), 7), TierDevice(device(GB))
     work = WorkEstimate(peak_bytes=MB)
-    told = peak_memory.format_coverage(peak_memory.tier_coverage([known, unknown], ["onnx"], work), work)
+    told = peak_memory.format_coverage([known, unknown], ["onnx"], work)
     assert told == [
-        "could take part (1 MB beside the engine): 2 of 2 devices, 7 of 7 examples (1 have not reported their number)"
+        "could take part (onnx engine 89 MB assumed + work 1 MB of budget 1 GB): 2 of 2 devices, 7 of 7 examples "
+        "(1 have not reported their number)"
     ]
-    assert peak_memory.format_coverage(
-        peak_memory.tier_coverage([unknown], ["onnx"], WorkEstimate()), WorkEstimate()
-    ) == ["could take part (no more than the engine): 1 of 1 devices"]
+    assert peak_memory.format_coverage([unknown], ["torch", "onnx"], WorkEstimate()) == [
+        "could take part (torch engine 251 MB assumed + work 0 B of budget 1 GB): 1 of 1 devices"
+    ]
 
 
 def test_an_empty_fleet_covers_nothing():
     assert peak_memory.tier_coverage([], ["onnx"], WorkEstimate()) == {}
-    assert peak_memory.format_coverage({}, WorkEstimate()) == []
+    assert peak_memory.format_coverage([], ["onnx"], WorkEstimate()) == []

@@ -106,6 +106,15 @@ def test_a_failure_with_another_prediction_names_the_trait(monkeypatch):
     ]
 
 
+def test_a_task_that_the_traits_refuse_does_not_pass(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(conformance, "CHECKS", ())
+    refused = [(title, reason) for title, status, reason in conformance.run_checks("fedmd") if status == "refused"]
+    tasks = [reason for _, reason in refused if reason.endswith("as its traits say")]
+    assert methods.load("fedmd").traits.prediction_tasks == ("classes",)
+    assert tasks == ["task = 'regression', as its traits say", "task = 'labels', as its traits say"]
+
+
 def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size():
     pytest.importorskip("torch")
     for name in ("heterofl", "fjord", "fedlps", "depthfl"):

@@ -218,6 +218,8 @@ def make_cost_plots(by_name: Mapping[str, Sequence[SeedRun]], target: float | No
     factor, max_value = metrics.display_factor(metric), 100.0 if metric.share else math.inf
     level = None if target is None else factor * target
     heading, plots_by_cost = metric.title[0].upper() + metric.title[1:], {}
+    has_bands = any(len(method_runs) > 1 for method_runs in by_name.values())
+    legend = ", band: standard deviation" * has_bands + ", dotted: target" * (level is not None)
     for cost, title, unit in (
         ("rounds", "by round", "rounds"),
         ("bytes", "by bytes", "B, down and up"),
@@ -240,7 +242,7 @@ def make_cost_plots(by_name: Mapping[str, Sequence[SeedRun]], target: float | No
             for mean_line in lines
         ]
         plots_by_cost[COST_NAMES.get(cost, cost)] = plots.plot_lines(
-            scaled, f"{heading} {title}", prefix + unit, _axis_label(runs), level=level, max_value=max_value
+            scaled, f"{heading} {title}{legend}", prefix + unit, _axis_label(runs), level=level, max_value=max_value
         )
     return plots_by_cost
 

@@ -36,6 +36,7 @@ REQUIRED_PARAMS: Final = {"fedlps": {"encoder": 0.0}}  # without which a method 
 TRAINING: Final = {"batch": 16, "lr": 0.05, "momentum": 0.9}  # if the method accepts these parameters
 WEIGHT_DECAY: Final = {"regression": 0.1, "classes": 0.03, "labels": 0.03}  # by task, for few examples
 MIN_EXAMPLES: Final = 2  # of a device
+MANY_EXAMPLES = 20_000  # more examples make rounds of a simulation slow
 FEW_EXAMPLES: Final = 400  # up to which noise is learned without a strong weight decay
 STEPS: Final = 10  # of a device per round, reached by the number of epochs
 SMALL_SIDE: Final = 12  # largest image for a fully connected network
@@ -101,6 +102,9 @@ class NewJob:
         notes = [*self.data.notes, f"{choice}, {self.rounds} rounds, {self.devices} devices"]
         if is_small_table:
             notes.append(f"with {self.data.examples} examples a linear model may do as well")
+        if self.data.examples > MANY_EXAMPLES:
+            fewer = MANY_EXAMPLES // 2
+            notes.append(f"for a faster trial, add limit = {fewer} to [data], the number of examples to draw")
         return notes
 
     def write(self, *, force: bool = False) -> None:

@@ -5,6 +5,7 @@ Only the board is simulated (time and energy follow its profile) and, on virtual
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import os
@@ -22,6 +23,7 @@ import msgspec
 from fedquilt import methods, plugins
 from fedquilt.blobs.shared_store import SharedBlobStore
 from fedquilt.coordinator.delivery.executor import LinkExecutor
+from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import (
     JobSettings,
@@ -229,13 +231,14 @@ def run_fleet_virtually(
         shared_loader = examples.SharedLoader()
         agents: list[Agent] = []
         busy_s = 0.0
+        count_task = _make_task_counter(console, run, lambda: server.find_job(run))
         shared_blobs = SharedBlobStore(plan.get_agent_folder(run, ".shared"))
         with plugins.search_current_folder():  # simulated devices may use the plug-ins there
             for index, table in enumerate(plan.make_agent_tables(run)):
                 options = settings.parse_settings(table)
                 board = create_board(options.board)
                 link_of_device = broker.connect(pace=plan.job.fleet.device_link(index))
-                worker = InlineWorker(board, shared_loader.load_share)
+                worker = InlineWorker(board, shared_loader.load_share, count_task)
                 agents.append(
                     Agent(
                         link_of_device, options, board, worker, durable=False, shared=shared_blobs, clock=lambda: None
@@ -263,6 +266,24 @@ def run_fleet_virtually(
     if status == "done":
         _delete_run_files(plan, run)
     return run, status
+
+
+def _make_task_counter(console: Console, run: str, find_job: Callable[[], RunningJob | None]) -> Callable[[], None]:
+    """Return a function that reports progress. Tasks are computed before virtual time reaches their updates."""
+    computed = collections.Counter[int]()  # by round
+
+    def count_task() -> None:
+        job = find_job()
+        if job is None:
+            return
+        state = job.job_state
+        computed[state.round] += 1
+        count, rounds = computed[state.round], state.constants.rounds
+        cohort = max(len(state.pending_devices) + len(state.accepted_updates), count)
+        line = f"{run}: round {min(state.round + 1, rounds)} of {rounds}, {count} of {cohort} tasks are computed"
+        console.report_progress(line, min(state.completed_rounds * cohort + count, rounds * cohort), rounds * cohort)
+
+    return count_task
 
 
 @contextlib.contextmanager

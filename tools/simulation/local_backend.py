@@ -209,7 +209,7 @@ def _run_in_batch(executor_requests: Sequence[tuple[main.TaskExecutor, WorkReque
     started_s, cpu_s = time.perf_counter(), time.process_time()
     first_executor, first_request = executor_requests[0]
     try:
-        engine = first_executor.load_engine(first_request.task.engine, main.plan_limit_bytes(first_request))
+        engine = first_executor.load_engine(first_request.task.engine, first_executor.plan_limit_bytes(first_request))
     except Exception as error:
         return [(main.failure_outcome(error), False)] * len(executor_requests)
 

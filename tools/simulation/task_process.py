@@ -124,7 +124,7 @@ class TaskProcess:
                     self.kernel_peak_bytes = memory_budget.read_peak_bytes(child.pid) or 0
                     return event
             if child.has_ended or child.is_garbled:
-                return child.explain_end()
+                return child.explain_end(self._limit_bytes)
             if time.monotonic() >= end_s:
                 return protocol.WorkResult(code="failed", reason=f"the task has not ended within {self._timeout_s:g} s")
             if (resident_bytes := child.measure_resident_bytes() or 0) > self._limit_bytes:

@@ -109,6 +109,7 @@ class TorchEngine:
 
     name = "torch"
     gpu: TorchMemory | None = None  # set when an engine of this process has found a GPU
+    _is_missing_gpu_noted = False  # a process may have an engine for each of many simulated devices
 
     def __init__(
         self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, half_dtype: torch.dtype | None = None
@@ -117,7 +118,8 @@ class TorchEngine:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         on_gpu = self._device.type == "cuda"
         self.note = ""  # message for the device's owner
-        if not on_gpu and torch.version.cuda is not None:
+        if not on_gpu and torch.version.cuda is not None and not TorchEngine._is_missing_gpu_noted:
+            TorchEngine._is_missing_gpu_noted = True
             self.note = (
                 f"torch for CUDA {torch.version.cuda} finds no GPU on this device: training runs on the processor"
             )

@@ -6,12 +6,13 @@ import errno
 import mmap
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from fedquilt.core import WorkEstimate
+from fedquilt.core import MemoryBudgetError, WorkEstimate
 from fedquilt.edge_agent.engines import failures
-from fedquilt.edge_agent.task import memory_budget
+from fedquilt.edge_agent.task import main, memory_budget
 from fedquilt.edge_agent.task.memory_budget import MemoryMargin
 
 MB = 10**6
@@ -208,3 +209,47 @@ def test_errors_are_also_known_by_type_and_number() -> None:
     assert failures.is_out_of_memory_error(MemoryError())
     assert failures.is_out_of_memory_error(OSError(errno.ENOMEM, "Cannot allocate memory"))
     assert not failures.is_out_of_memory_error(FileNotFoundError(errno.ENOENT, "No such file", "out of memory.npz"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "measured_mb", "extra_mb"),
+    [("torch", 233, 0), ("torch", 257, 0), ("torch", 640, 450), ("torch", 200, 0), ("plugin", 640, 0)],
+)
+def test_an_engine_above_its_assumed_size_leaves_less_for_the_plan(engine, measured_mb, extra_mb):
+    assert memory_budget.extra_base_bytes(engine, measured_mb * 10**6) == extra_mb * 10**6
+
+
+@pytest.mark.parametrize(
+    ("base_mb", "text"),
+    [
+        (
+            None,
+            "the torch engine used 520 MB before the work, over its budget of 512 MB, and was killed: "
+            "raise budget to 800 MB",
+        ),
+        (
+            400,
+            "the task's process used 520 MB (400 MB for the torch engine, 120 MB for the work), over its budget of "
+            "512 MB, and was killed: raise budget to 800 MB",
+        ),
+        (
+            233,
+            "the task's process used 520 MB (233 MB for the torch engine, 287 MB for the work), over its budget of "
+            "512 MB, and was killed: raise budget to 800 MB, or use a smaller model, batch or tier",
+        ),
+    ],
+)
+def test_a_killed_task_names_engine_and_work(base_mb, text):
+    base_bytes = None if base_mb is None else base_mb * 10**6
+    assert memory_budget.describe_overrun("torch", 520 * 10**6, base_bytes, 512 * 10**6) == text
+
+
+def test_work_beside_a_larger_engine_than_assumed_is_refused_before_it_begins():
+    work = WorkEstimate(peak_bytes=10 * 10**6)
+    request = SimpleNamespace(task=SimpleNamespace(engine="numpy", work=work), budget_bytes=5 * 10**8, plan_bytes=None)
+    executor = main.TaskExecutor()
+    main._fit_installed_engine(request, executor, executor.record_base_bytes("numpy", 400 * 10**6))
+    assert executor.plan_limit_bytes(request) == 10**8
+    assert executor.record_base_bytes("numpy", 10**9) == 400 * 10**6
+    with pytest.raises(MemoryBudgetError, match=r"needs 505 MB \(495 MB for the numpy engine, 10 MB for the work\)"):
+        main._fit_installed_engine(request, main.TaskExecutor(), 495 * 10**6)

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,8 +88,12 @@ def test_no_dirichlet_share_is_below_the_minimum():
     """Drawn again until it holds; and called out of reach where it cannot."""
     spec = DataSpec("digits.npz", partition="dirichlet", shares=7, alpha=0.3, min_size=6)
     assert min(map(len, shares(LABELS, spec))) >= 6
-    with pytest.raises(DataError, match=r"digits\.npz: none of 1000 .* raise alpha, or lower shares or min_size"):
+    with pytest.raises(DataError, match=r"digits\.npz: none of 1000 .* raise alpha, or lower shares"):
         rows_of_share(LABELS, with_options(spec, min_size=14, alpha=0.01))
+    with pytest.raises(DataError, match=r"each of 7 devices 14 examples: set min_size = \d+, raise") as raised:
+        rows_of_share(LABELS, with_options(spec, min_size=14))
+    min_size = int(re.findall(r"min_size = (\d+)", str(raised.value))[0])
+    assert min(map(len, shares(LABELS, with_options(spec, min_size=min_size)))) == min_size
     with pytest.raises(DataError, match="100 examples are too few for 7 shares of at least 15"):
         rows_of_share(LABELS, with_options(spec, min_size=15))
 
