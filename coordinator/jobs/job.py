@@ -21,7 +21,6 @@ from fedquilt.coordinator.device_columns import ELIGIBLE, NEVER, CostColumn, Dev
 from fedquilt.coordinator.fleet.registry import DeviceRegistry
 from fedquilt.coordinator.rounds import decisions, events, privacy
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
-from fedquilt.coordinator.rounds.decisions import restart_event, to_process_clock
 from fedquilt.coordinator.rounds.job_limits import describe_unmetered_tasks
 from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, TaskVersion, apply_event
 from fedquilt.coordinator.rounds.responses import UpdateValidated
@@ -123,7 +122,7 @@ class RunningJob:
         wall_s = store.blob_store.disk.wall_clock_s()
         for _, time_s, event in store.read_events(self.id, first_event):
             self._apply_event(event, apply_event(self.job_state, event, now_s - (wall_s - time_s) * by_wall))
-        self.job_state = self.snapshot.job_state = to_process_clock(self.job_state, now_s, by_wall)
+        self.job_state = self.snapshot.job_state = decisions.to_process_clock(self.job_state, now_s, by_wall)
         self._by_wall = by_wall
 
     @property
@@ -139,7 +138,7 @@ class RunningJob:
         """Start or restart the job with the result of `build_state_loader`, and record the event."""
         if self.job_state.state is None:
             self.record_event(events.JobStarted(loaded.ref, loaded.has_evaluation_rounds), now_s)
-        elif self._by_wall and (event := restart_event(self.job_state, now_s)) is not None:
+        elif self._by_wall and (event := decisions.restart_event(self.job_state, now_s)) is not None:
             self.record_event(event, now_s)
         self.state = loaded.state
         self.use_encoded_bundles(loaded.encoded_bundles)

@@ -592,11 +592,9 @@ def _check_plugin(plugin: plugins.Plugin) -> tuple[bool, str]:
         "meter": lambda: devices.create_meter(plugin.name).read(0.0),
         "engine": lambda: engines.create_engine(plugin.name, BUDGET_BYTES).close(),
     }
-    import_only: Callable[[], object] = partial(plugins.import_plugin, plugin)
     try:
-        trials.get(plugin.kind, import_only)()
-    except FedquiltError as error:
-        return False, f"failed   {error}"
+        trials.get(plugin.kind, lambda: plugins.import_plugin(plugin))()
     except Exception as error:  # a plug-in may raise anything
-        return False, f"failed   {plugin}: {type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, FedquiltError) else f"{plugin}: {type(error).__name__}: {error}"
+        return False, f"failed   {reason}"
     return True, f"passed   {plugin}"

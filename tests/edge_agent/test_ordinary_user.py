@@ -123,7 +123,7 @@ def examine(settings: AgentSettings, number: str) -> Finding:
 
 def is_told(home: Path, examples: Path, form: str) -> str:
     path = examples if form != "folder" else examples.parent
-    with pytest.raises(DataError, match=r"cannot read .*: Permission denied") as raised:
+    with pytest.raises(DataError, match=r"this user may not read the data .*: change its owner or mode") as raised:
         load_examples(DataSpec.parse({"path": str(path)}))
     settings = AgentSettings(device="d", home=str(home), data={"path": str(examples)})
     assert "is not readable by this user" in examine(settings, "FQ309").sentence

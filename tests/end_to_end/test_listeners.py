@@ -161,7 +161,7 @@ LISTENERS: dict[str, Callable[[Path, ExitStack, ConnectionLimiter], Listener]] =
 }
 MECHANISMS = ("metrics", "enrolment", "dashboard")  # HttpServer, the same with TLS, and uvicorn
 PACKAGES = {"runner": ("onnx", "onnxruntime"), "dashboard": ("uvicorn",), "metrics": ("prometheus_client",)}
-FILES = {"fedquilt/host/http_server.py", "tools/operations/dash/__init__.py"}  # with sockets of HTTP listeners
+FILES = {"fedquilt/host/http_server.py"}  # with sockets of HTTP listeners
 OTHERS = {"edge_agent/clocks/helper.py"}  # a socket in a folder of root's, with limits of its own
 
 

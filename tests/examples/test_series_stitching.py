@@ -54,5 +54,5 @@ def test_donors_of_time_series_are_stitched_and_exported(tmp_path):
     own = stitched_network.compute_label_scores(
         stitched_network.from_artefact(found.meta, found.tensors), stock.blocks, run, x
     )
-    given = engine.run(tmp_path / "net.onnx", x)
+    given = engine.run(tmp_path / "net.onnx", test.x)
     np.testing.assert_allclose(given, own, rtol=0, atol=1e-4 * np.abs(own).max())

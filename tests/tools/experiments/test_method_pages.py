@@ -32,9 +32,8 @@ def test_a_parameter_has_its_range_default_and_what_its_line_says() -> None:
 def test_a_page_has_lists_as_in_a_job_file_and_what_the_method_works_with_and_needs() -> None:
     pages = {name: "\n".join(method_pages.format_card(method_pages.make_card(name))) for name in ("fedavg", "fedsq")}
     assert "| `augment` | list of text or table | `[]` |" in pages["fedavg"]
-    assert (
-        "| works with | buffered rounds, [`[cohort] mode`](../jobs.md#rounds-without-stragglers) |" in pages["fedavg"]
-    )
+    buffered = "buffered rounds, [`[cohort] mode`](../jobs.md#rounds-without-stragglers)"
+    assert f"| works with | {buffered}; " in pages["fedavg"]
     assert "| needs trained weights for | the choice of units that are on |" in pages["fedsq"]
     assert "needs trained weights" not in pages["fedavg"]
 

@@ -25,7 +25,7 @@ from fedquilt.tools.boards.flash.own_wheels import OwnWheel
 from fedquilt.tools.boards.flash.wheels import Wheel
 from fedquilt.tools.broker import EmbeddedBroker
 
-BOARD_MOST = 566_000  # bytes of the wheel for boards, which each upgrade sends to each board
+BOARD_MOST = 576_000  # bytes of the wheel for boards, which each upgrade sends to each board
 VERBS = ["model", "doctor", "agent", "board", "identity"]
 ELSEWHERE = {  # imported by functions that only coordinators and operators call
     "fedquilt.cli.options": {
