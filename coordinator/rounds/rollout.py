@@ -268,7 +268,7 @@ def release_for_device(state: Rollout, device: str) -> wire.DesiredRelease | Non
 
 
 def find_device_owner(rollouts: Sequence[Rollout]) -> Rollout:
-    """Return the rollout whose release or rollback a device gets, of the rollouts that offered the device a release.
+    """Return the rollout whose release or rollback a device gets.
 
     The rollouts are of one kind and in queueing order. The latest owns the device. After its rollback, an earlier one
     owns the device once that is rolled back later.

@@ -73,7 +73,7 @@ def noise_key(secret: bytes, job_state: JobState) -> bytes:
 
 
 def draw_gaussian(key: bytes, count: int) -> np.ndarray:
-    """Return independent standard normal numbers (count,) of a cryptographic stream, by Box and Muller's transform."""
+    """Return `count` independent standard normal numbers, computed from a cryptographic stream."""
     pairs = (count + 1) // 2
     words = np.frombuffer(hashlib.shake_256(key).digest(16 * pairs), "<u8").reshape(2, pairs) >> np.uint64(11)
     radius = np.sqrt(-2 * np.log((words[0] + 1) / 2.0**53))  # of uniform numbers in (0, 1]

@@ -17,7 +17,7 @@ UNNAMED_TABLES: Final = ("params", "model")  # whose keys stand alone
 
 
 def describe_changes(rows: Sequence[StoredJob | UnreadableRow]) -> dict[str, str]:
-    """Return by run what has changed since the previous run of the same name, such as "hidden [64, 32], lr 0.01"."""
+    """Return the settings of each run that differ from the previous run of its name."""
     latest: dict[str, JobSettings] = {}
     changes: dict[str, str] = {}
     for row in rows:

@@ -121,7 +121,7 @@ _CODE_OR_EMPHASIS: Final = re.compile(
 
 
 def _remove_inline_markup(text: str) -> str:
-    """Remove links in parentheses and the markup of other links, code and emphasis. Other asterisks remain."""
+    """Remove the markup of links, code and emphasis."""
     text = re.sub(_LINK, r"\1", re.sub(rf" \({_LINK}\)", "", text))
     return _CODE_OR_EMPHASIS.sub(lambda match: next(filter(None, match.groups())), text)
 

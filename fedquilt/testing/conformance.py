@@ -312,7 +312,7 @@ def accumulators_merge_in_any_order(name: str) -> None:
 
 
 def changes_scale_and_noise_covers_them(name: str) -> None:
-    """Assert that scaled updates have scaled norms, that nothing else of an update counts, and noise covers all of it.
+    """Assert that clipping scales all that counts of an update, and that noise covers it.
 
     Raises:
         CheckSkipped: If the method does not support [privacy], or only with other networks.

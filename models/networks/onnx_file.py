@@ -1,4 +1,6 @@
-"""Export of a trained network as one ONNX file. Requires onnx, and torch for networks other than `mlp`."""
+"""Export of a trained network as one ONNX file.
+
+Networks other than `mlp` need torch."""
 
 from __future__ import annotations
 

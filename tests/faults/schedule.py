@@ -274,7 +274,10 @@ def draw_schedule(
     count = roll.choice([1, 1, 2, 2, 3, 4])
     faults = tuple(roll.choice(every)(roll, base) for _ in range(count))
     if (base.jobs > 1 or roll.random() < 0.2) and "jobs" not in settings:
-        also, twice_s = roll.choice(methods), roll.choice([0.0, 0.0, _draw_time_s(roll, base)])
+        also, twice_s = (
+            roll.choice(BUFFERED if base.concurrency else methods),
+            roll.choice([0.0, 0.0, _draw_time_s(roll, base)]),
+        )
         way = roll.choice(["same method", "other method", "twice"])
         base = msgspec.structs.replace(
             base, jobs=2, also=also if way == "other method" else "", twice_s=twice_s if way == "twice" else -1.0

@@ -12,7 +12,7 @@ from tests.faults.federation import ScheduleEnvironment
 from tests.faults.schedule import KINDS, LATER, FaultSchedule, parse_schedule
 
 # the first ones, and others for the kinds, methods and codecs that these lack; `make nightly` plays 100,000
-SEEDS = (*range(30), 30, 59, 65, 67, 68, 80, 82, 90, 93, 98, 100, 111, 113, 120, 129, 137, 146, 147, 154)
+SEEDS = (*range(30), 30, 59, 65, 67, 68, 80, 82, 90, 93, 98, 100, 111, 113, 120, 129, 137, 146, 147, 154, 345)
 PART = 16  # seeds of one test
 HERE = [name for name in search.supported_methods() if "numpy" in methods.load(name).engines]  # what runs without torch
 

@@ -121,7 +121,7 @@ def describe_other_engines(job: JobSettings, cases: Sequence[ComparisonCase]) ->
 
 
 def describe_other_params(job: JobSettings, cases: Sequence[ComparisonCase]) -> list[str]:
-    """Return a line on each method with other parameters than the job's: those that it refuses, and its own."""
+    """Return a line on each method whose parameters differ from the job's."""
     job_params, lines = _all_params(job.method, job.params), []
     for method, params in {case.settings.method: case.settings.params for case in cases}.items():
         own_params = _all_params(method, params)
