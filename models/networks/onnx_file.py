@@ -1,6 +1,7 @@
 """Export of a trained network as one ONNX file.
 
-Networks other than `mlp` need torch."""
+Networks other than `mlp` need torch.
+"""
 
 from __future__ import annotations
 
