@@ -593,7 +593,7 @@ def _check_plugin(plugin: plugins.Plugin) -> tuple[bool, str]:
         "engine": lambda: engines.create_engine(plugin.name, BUDGET_BYTES).close(),
     }
     try:
-        trials.get(plugin.kind, lambda: plugins.import_plugin(plugin))()
+        (trials.get(plugin.kind) or partial(plugins.import_plugin, plugin))()
     except Exception as error:  # a plug-in may raise anything
         reason = str(error) if isinstance(error, FedquiltError) else f"{plugin}: {type(error).__name__}: {error}"
         return False, f"failed   {reason}"
