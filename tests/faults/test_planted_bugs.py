@@ -15,10 +15,9 @@ from fedquilt.blobs import chunks
 from fedquilt.blobs.store import BlobStore
 from fedquilt.blobs.transfers import Transfers
 from fedquilt.coordinator.delivery.executor import TaskDispatcher
-from fedquilt.coordinator.jobs import job
 from fedquilt.coordinator.jobs.controller import JobController
 from fedquilt.coordinator.jobs.job import RunningJob
-from fedquilt.coordinator.rounds import events, job_state, responses
+from fedquilt.coordinator.rounds import decisions, events, job_state, responses
 from fedquilt.coordinator.rounds.events import AnyEvent, RoundCommitted
 from fedquilt.coordinator.rounds.job_state import JobState
 from fedquilt.coordinator.server import Server
@@ -185,13 +184,13 @@ def an_epoch_used_again(patch: Patch) -> None:
 
 
 def a_deadline_by_the_clock_of_the_process(patch: Patch) -> None:
-    plain = job.restart_event
+    plain = decisions.restart_event
 
     def restarted(state: JobState, now_s: float) -> events.AttemptResumed | None:
         found = plain(state, now_s)
         return found and replace(found, passed_s=0.0)
 
-    patch.setattr(job, "restart_event", restarted)
+    patch.setattr(decisions, "restart_event", restarted)
 
 
 def a_late_profile_that_wakes_nobody(patch: Patch) -> None:
